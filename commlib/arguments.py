@@ -47,6 +47,22 @@ class Recorded:
         return self._arguments
 
 
+def call(made: Recorded) -> str:
+    """Return the call that creates an object, with all arguments: `TopK(ratio=0.01, op='mean', ...)`."""
+    return f"{type(made).__name__}({_listed(made.arguments)})"
+
+
+def changed_options(made: Recorded) -> str:
+    """Return the arguments that differ from their defaults, as in a call: `ratio=0.1`; "" if none does."""
+    defaults = {name: each.default for name, each in _signature(type(made)).parameters.items()}
+    given = made.arguments.items()
+    return _listed({name: value for name, value in given if describe(value) != describe(defaults.get(name))})
+
+
+def _listed(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
 def _signature(cls: type) -> inspect.Signature:
     return inspect.signature(cls.__init__)
 

@@ -85,7 +85,9 @@ class Compared:
     ] = "all"
     exactness: Annotated[str, typer.Option(help="Widest class of algorithms: exact, 8bit, compensated or any.")] = "any"
     optimizer: Annotated[Optimizer | None, typer.Option(help="Overrides the workload's optimizer.")] = None
-    device: Annotated[str | None, typer.Option(help="Device of each rank; default: the workload's.")] = None
+    device: Annotated[
+        str | None, typer.Option(help="Device of each rank; the workload keeps its times. Default: the workload's.")
+    ] = None
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Bucket size in MiB; default: chosen by the planner.", callback=above_zero)
     ] = None
@@ -178,7 +180,10 @@ class Priced:
 class Shown:
     """The output of `compare`."""
 
-    plot: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Folder for plots. Takes 24 simulations per algorithm and network: minutes with 'all'."),
+    ] = None
     html: Annotated[
         Path | None, typer.Option(help="File for a report: one page with figures, sortable tables and assumptions.")
     ] = None

@@ -7,12 +7,14 @@ or unsupported behavior, the error names the replacement. `wrap` has DDP's `broa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 
+from commlib import algorithms
 from commlib.errors import ConfigError
 
 
@@ -74,12 +76,12 @@ def _own_devices(value: Any, device: torch.device) -> bool:
     return value is None or (is_list and len(value) <= 1 and all(_own_device(each, device) for each in value))
 
 
-_MOVE = "commlib uses the model's own device: move the model there before wrapping, and leave the argument out"
+_MOVE = "Leave the argument out, or move the model to that device before wrapping"
 
 #: The arguments for which `wrap` has no parameter, by name.
 ARGUMENTS: Mapping[str, Argument] = {
-    "device_ids": Argument("the model stays on its device, which may be named", _own_devices, _MOVE),
-    "output_device": Argument("outputs stay on the device of forward", _own_device, _MOVE),
+    "device_ids": Argument("only the device of the model's parameters may be named", _own_devices, _MOVE),
+    "output_device": Argument("only the device of the model's parameters may be named", _own_device, _MOVE),
     "dim": Argument(
         "inputs are not scattered", lambda value, _: value == 0, "commlib does not scatter inputs: leave it out"
     ),
@@ -113,32 +115,54 @@ ARGUMENTS: Mapping[str, Argument] = {
         "the gradients of a contiguous part of a bucket are always copied in one pass", _either, "Expected a bool"
     ),
     "forward_sync_buffers": Argument(
-        "same as `broadcast_buffers`: with False, `wrap` does not copy buffers either; DDP does",
+        "takes precedence over `broadcast_buffers`; with False, `wrap` still copies rank 0's buffers once",
         lambda value, _: value is None or isinstance(value, bool),
         "Expected a bool or None",
     ),
 }
 
 
-def group(process_group: Any, given: Mapping[str, Any]) -> Any:
+def group(process_group: Any, given: Mapping[str, Any], algorithm: Any = None) -> Any:
     """Return the process group, which may be passed as `device_mesh`.
+
+    Args:
+        process_group: The argument of `wrap`.
+        given: Further arguments of `wrap`, by name.
+        algorithm: The algorithm, or its name, whose options may be among them.
 
     Raises:
         TypeError: An argument is unknown to DDP as well.
         ConfigError: Both are passed.
     """
     if unknown := [name for name in given if name not in ARGUMENTS]:
-        raise TypeError(f"wrap() got an unexpected keyword argument {unknown[0]!r}")
+        hint = _option_hint(algorithm, unknown[0], given[unknown[0]])
+        raise TypeError(f"wrap() got an unexpected keyword argument {unknown[0]!r}{hint}")
     mesh = given.get("device_mesh")
     if mesh is not None and process_group is not None:
         raise ConfigError("process_group and device_mesh are both given. Leave one of them out")
     return process_group if mesh is None else mesh
 
 
+def _option_hint(algorithm: Any, name: str, value: Any) -> str:
+    """Return how to pass an option of the algorithm that was passed to `wrap`; "" for any other name."""
+    try:
+        cls = algorithms.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
+    except ConfigError:
+        return ""
+    if not issubclass(cls, algorithms.Algorithm) or name not in inspect.signature(cls).parameters:
+        return ""
+    return f". Pass options to the algorithm: algorithm={algorithms.shown_name(cls)}({name}={value!r})"
+
+
 def copies_buffers(broadcast_buffers: bool | None, given: Mapping[str, Any]) -> bool:
-    """Return whether buffers are broadcast from rank 0, by DDP's `broadcast_buffers` and `forward_sync_buffers`."""
-    both = (broadcast_buffers, given.get("forward_sync_buffers"))
-    return all(each is None or bool(each) for each in both)
+    """Return whether backwards copy rank 0's buffers, by DDP's `broadcast_buffers` and `forward_sync_buffers`."""
+    replacement = given.get("forward_sync_buffers")
+    return bool(replacement) if replacement is not None else broadcast_buffers is None or bool(broadcast_buffers)
+
+
+def copies_buffers_at_once(broadcast_buffers: bool | None, given: Mapping[str, Any]) -> bool:
+    """Return whether `wrap` copies rank 0's buffers: not if `broadcast_buffers=False` alone decides, as in DDP."""
+    return given.get("forward_sync_buffers") is not None or broadcast_buffers is None or bool(broadcast_buffers)
 
 
 def check(given: Mapping[str, Any], device: torch.device, algorithm: Any = None) -> None:

@@ -114,5 +114,6 @@ def _earlier(error: BaseException) -> BaseException | None:
 class LossWarning(UserWarning):
     """Warns that the algorithm is known to converge much worse (far more than a few percent) with the given optimizer.
 
-    `wrap` emits it on rank 0 through `warnings`: once per line, unless a filter ignores this class.
+    Without an optimizer, the worst measured result counts. `wrap` emits it on rank 0 through `warnings`: once per line,
+    unless a filter ignores this class.
     """

@@ -7,11 +7,10 @@ wraps it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from commlib.engine import state as checkpoints
 from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
+from commlib.outputs import tensors_in
 from commlib.pipelining.stages import is_from_stage
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of, reshard
@@ -207,11 +207,12 @@ class Replica:
         """Return the buffers that are copied from rank 0."""
         return [local_of(buffer.data) for buffer in self.engine.gradients.buffers.tensors()]
 
-    def broadcast_model(self, source: int = 0) -> None:
-        """Copy the parameters and buffers of rank `source` to all ranks."""
+    def broadcast_model(self, source: int = 0, all_buffers: bool = False) -> None:
+        """Copy parameters and buffers of rank `source` to all ranks, `all_buffers` even if backwards copy none."""
         self._reshard()
+        buffers = [local_of(each.data) for each in self._buffers()] if all_buffers else self._copied_buffers()
         parameters = [local_of(p.data) for name, p in self.bare.named_parameters() if name not in self.ignored]
-        self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._copied_buffers()], source)
+        self._broadcast("the broadcast of parameters and buffers", [*parameters, *buffers], source)
 
     def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
         if tensors and self.engine.comm.world_size > 1:
@@ -433,18 +434,3 @@ def _shares_parameters(outer: nn.Module, engine: Engine) -> bool:
     ignored = getattr(outer, "parameters_to_ignore", ())
     inner = cast("nn.Module", outer.module)
     return any(id(p) in own for name, p in inner.named_parameters() if name not in ignored)
-
-
-def tensors_in(output: Any) -> Iterable[torch.Tensor]:
-    """Yield every tensor in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, field.name))

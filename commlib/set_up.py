@@ -115,7 +115,7 @@ class SetUp:
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the (name, value) pairs that must be identical on all ranks."""
         assert self.algorithm is not None
-        options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
+        options = {**verify.algorithm_options(self.algorithm), **options, "ignored_parameters": sorted(self.ignored)}
         if self.scaler is not None and self.algorithm.channel.keeps_replicas_alike:
             options["scaler"] = optimizers.scale_of(self.scaler)
         return verify.describe(self.model, self.parameters, self.ignored, options)
@@ -176,7 +176,10 @@ def check_optimizer(
     needed = algorithm.channel.needs_optimizer
     if optimizer is None:
         if needed:
-            raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
+            raise ConfigError(
+                f"the algorithm {algorithm.name!r} acts on weights or optimizer state. Create the optimizer first and "
+                f"pass it: commlib.wrap(model, {algorithm.name!r}, optimizer=optimizer)"
+            )
         return
     if not algorithm.channel.keeps_replicas_alike and optimizers.has_points(optimizer):
         raise ConfigError(

@@ -36,6 +36,9 @@ from commlib.sharding.local import (
 from commlib.transport.base import Transport
 from commlib.version import __version__
 
+#: Number of characters that an error shows of a value that differs between ranks.
+_SHOWN = 100
+
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> set[str]:
     """Return the names of the parameters and buffers that `ignored` (names or parameters) selects.
@@ -209,8 +212,8 @@ def describe(
     model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """Yield everything that must be identical on all ranks, as ordered (name, value) pairs."""
-    for name, value in sorted(options.items()):
-        yield f"option {name}", repr(value)
+    for name, value in options.items():
+        yield f"option {name}", value if isinstance(value, str) else repr(value)
     for parameter in parameters:
         yield f"parameter {parameter.name!r}", _shape_of(parameter.part) + spec_of(parameter.param)
     for name, buffer in model.named_buffers():
@@ -226,8 +229,11 @@ def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
     public = {k: v for k, v in vars(algorithm).items() if not k.startswith("_") and k not in algorithm.may_differ}
     shown = (str, int, float, bool, type(None), BlockCodec, SparseCodec)
     plain = {k: repr(v) for k, v in public.items() if isinstance(v, shown) or dataclasses.is_dataclass(v)}
+    cls = type(algorithm).__name__
     return {
-        "algorithm": (type(algorithm).__name__, described(algorithm), sorted(plain.items(), key=lambda item: item[0])),
+        "algorithm": cls,
+        **{f"{cls}.{name}": value for name, value in described(algorithm)},
+        **{f"{cls}.{name} (attribute)": value for name, value in plain.items()},
         "channel": algorithm.channel,
     }
 
@@ -261,7 +267,8 @@ def agree(
         transport.part()
     if error is not None:
         kind = type(error) if isinstance(error, CommlibError) else ConfigError
-        raise kind(f"rank {transport.rank}: {error}") from error
+        cause = error.__cause__ if isinstance(error, CommlibError) else error  # whose message is not printed twice
+        raise kind(f"rank {transport.rank}: {error}") from cause
     failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
@@ -270,8 +277,8 @@ def agree(
         difference = _difference(transport.gather_objects(list(compared())))
         transport.part()
         raise ConfigError(
-            f"rank {transport.rank}: the models differ between ranks ({difference}). Build the same model with the "
-            "same options on every rank"
+            f"rank {transport.rank}: the models or options differ between ranks ({difference}). Build the same model "
+            "with the same options on every rank"
         )
 
 
@@ -305,9 +312,15 @@ def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:
         groups: dict[tuple, list[int]] = {}
         for rank, item in enumerate(items):
             groups.setdefault(item, []).append(rank)
-        shown = "; ".join(f"ranks {ranks}: {what} {value}".rstrip() for (what, value), ranks in groups.items())
-        return shown if len(set(lengths)) == 1 else f"{shown}; entries per rank: {lengths}"
+        shown = "; ".join(f"ranks {ranks}: {what} {_short(value)}".rstrip() for (what, value), ranks in groups.items())
+        are_alike = len(set(lengths)) == 1 or len({what for what, _ in groups}) == 1
+        return shown if are_alike else f"{shown}; entries per rank: {lengths}"
     raise AssertionError("the digests differ but the descriptions do not")
+
+
+def _short(value: str) -> str:
+    """Return a value as it is shown: a long one, such as the description of a function, by its beginning and digest."""
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({hashlib.sha256(value.encode()).hexdigest()[:8]})"
 
 
 def _shape_of(tensor: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from commlib import ddp_arguments, locks, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
-from commlib.algorithms.known import doubt, keeping_up, measured
+from commlib.algorithms.known import doubt, keeping_up, measured, worst_measured
 from commlib.ddp_arguments import DDPArguments
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
@@ -106,11 +106,12 @@ def wrap(
         TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
     closing.drain()  # free dropped models before new connections are created
-    group = ddp_arguments.group(process_group, ddp)
+    group = ddp_arguments.group(process_group, ddp, algorithm)
     members = group if getattr(group, "is_elastic", False) else None
     group = members or resolve_group(group)
     ranks = [0] if members else torch.distributed.get_process_group_ranks(group)
     setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
+    copies_at_once = ddp_arguments.copies_buffers_at_once(broadcast_buffers, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
     if members:
         connect, error = _to_members(members, setup, timeout), None
@@ -121,10 +122,11 @@ def wrap(
         transport = connect()
         undo.callback(transport.close)
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
+        options["forward_sync_buffers"] = ddp.get("forward_sync_buffers")
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         chosen = setup.agree(transport, options, error)
         if transport.rank == 0 and transport.world_size > 1:
-            _warn_of_losses(chosen, setup.optimizer)
+            _warn_of_losses(chosen, setup.optimizer, is_copy=isinstance(find(model), Copy))
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         own = copy.deepcopy(chosen)  # its state belongs to this model
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
@@ -147,7 +149,7 @@ def wrap(
         if members:
             _enter(members, replica, setup.digest(options))
         elif init_sync:
-            replica.broadcast_model()
+            replica.broadcast_model(all_buffers=copies_at_once)
         engine.open(connect)
         undo.pop_all()
     return cast("WrappedModel[M]", model)
@@ -187,19 +189,29 @@ def _restore_copies(model: nn.Module, undo: contextlib.ExitStack) -> None:
             undo.callback(extend, module, waiting)
 
 
-def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
-    """Warn the caller of `wrap` if an algorithm of commlib learns much less with this optimizer, or is not measured."""
-    if optimizer is None or not type(algorithm).__module__.startswith("commlib."):
+def _warn_of_losses(algorithm: Algorithm, optimizer: Any, is_copy: bool) -> None:
+    """Warn the caller of `wrap` if an algorithm of commlib learns much less with this optimizer, or is not measured.
+
+    Without an optimizer, the worst result with any of them counts. A copy was preceded by its original.
+    """
+    if not type(algorithm).__module__.startswith("commlib."):
         return  # authors of other algorithms measure those themselves
-    kind = optimizers.kind_of(optimizer)
+    advice = "Check the loss"
+    if optimizer is None:
+        worst = None if is_copy else worst_measured(algorithm)
+        if worst is None:
+            return
+        kind, advice = worst.optimizer, "Pass optimizer= to compare yours, check the loss"
+    else:
+        kind = optimizers.kind_of(optimizer)
     if (found := measured(algorithm, kind)) is None:
         reason = doubt(algorithm, kind)
     else:
-        catches_up = isinstance(algorithm.channel, Weights)  # infrequent averages lower the loss only after many steps
-        reason = f"{found}, measured by `{found.command}`" if found.loss > _WARNED_OF and not catches_up else ""
+        needs_rounds = isinstance(algorithm.channel, Weights)  # the loss depends on the number of rounds
+        reason = f"{found}, measured by `{found.command}`" if found.loss > _WARNED_OF and not needs_rounds else ""
     if reason:
         text = (
-            f"{algorithm.name}: {reason}. Check the loss, or use an algorithm that matched all-reduce in these runs: "
+            f"{algorithm.name}: {reason}. {advice}, or use an algorithm that matched all-reduce in these runs: "
             f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"
         )
         warnings.warn(text, LossWarning, stacklevel=3)
@@ -246,7 +258,7 @@ def stats(model: nn.Module) -> Stats:
     if isinstance(wrapped, Copy):
         group = torch.distributed.group.WORLD
         algorithm = cast("functools.partial[Any]", wrapped.again).keywords["algorithm"]
-        return statistics.before_rounds(algorithm.name, 1 if group is None else group.size())
+        return statistics.before_rounds(algorithm, 1 if group is None else group.size())
     if (name := _algorithm_alone(model)) is not None:
         return statistics.before_rounds(name, 1)
     return dataclasses.replace(statistics.collect(replica_of(model).engine), shard=of_shard)

@@ -69,6 +69,7 @@ PLACED = {
             "ddp_arguments",
             "hand_over",
             "join",
+            "outputs",
             "parallel",
             "replica",
             "set_up",

@@ -146,13 +146,20 @@ def get(name: str) -> type[Algorithm]:
         return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
     if name in _entry_points():
         return _checked(_load(_entry_points()[name]), name)
-    if name in PRESETS:
-        raise ConfigError(f"algorithm: {name!r} is a preset, which takes no options: {PRESETS[name]}")
+    called, options = (part.strip() for part in str(name).rstrip(") ").partition("(")[::2])
+    if called in PRESETS:
+        raise ConfigError(f"algorithm: {called!r} is a preset, which takes no options: {PRESETS[called]}")
+    if options and called in list():
+        raise ConfigError(
+            f"algorithm: {name!r} is a name with options. Pass them to the class: "
+            f"algorithm={shown_name(get(called))}({options})"
+        )
     near = difflib.get_close_matches(str(name), [*list(), *PRESETS], n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise ConfigError(
-        f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}; presets: {', '.join(PRESETS)}"
-    )
+    if near:
+        hint = f"Did you mean {' or '.join(map(repr, near))}? commlib.algorithms.list() returns all names"
+    else:
+        hint = f"Registered: {', '.join(list())}; presets: {', '.join(PRESETS)}"
+    raise ConfigError(f"algorithm: {name!r} is not registered. {hint}")
 
 
 def create(algorithm: str | Algorithm) -> Algorithm:
@@ -170,7 +177,9 @@ def create(algorithm: str | Algorithm) -> Algorithm:
         shown = f"the class {algorithm.__name__}; pass an instance" if isinstance(algorithm, type) else repr(algorithm)
         raise ConfigError(f"algorithm: expected a name or an Algorithm instance, got {shown}")
     if algorithm in PRESETS:
-        return create(PRESETS[algorithm].create())
+        created = create(PRESETS[algorithm].create())
+        created.preset = algorithm
+        return created
     instance = get(algorithm)()
     check_declared(instance)
     instance.name = algorithm
@@ -212,6 +221,11 @@ def _checked(cls: Any, name: str) -> type[Algorithm]:
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise ConfigError(f"the algorithm {name!r} is {cls!r}; expected a subclass of commlib.algorithms.Algorithm")
     return cls
+
+
+def shown_name(cls: type[Algorithm]) -> str:
+    """Return the name of a class in messages: of commlib's own, as it is imported."""
+    return f"commlib.algorithms.{cls.__name__}" if cls.__module__.startswith("commlib.") else cls.__name__
 
 
 def _name_of(cls: type[Algorithm]) -> str:

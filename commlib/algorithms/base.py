@@ -12,7 +12,7 @@ import torch
 from commlib.algorithms.channels import Channel, Gradients
 from commlib.algorithms.context import BucketView, Context
 from commlib.algorithms.state import State
-from commlib.arguments import Recorded
+from commlib.arguments import Recorded, call
 from commlib.errors import ConfigError
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.mailbox import Answer, Mailbox
@@ -155,6 +155,7 @@ class Algorithm(Recorded):
             Set by presets.
         can_repeat: For gradients: whether a round can be repeated with other ranks from its inputs and the saved state,
             and a rank can join without state of its own. False if state is a sum over the ranks.
+        preset: Name of the preset that it was created from, or "".
         limits: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the
             channel are not listed. Such a use raises a `ConfigError` on all ranks.
         name: Set by `wrap`: the name under which it is registered (the file name for commlib's own), or else the class
@@ -171,11 +172,16 @@ class Algorithm(Recorded):
     can_repeat: bool = True
     optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
     optimizer_kind: str | None = None
+    preset: str = ""
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
     name: str = ""
 
     def __init__(self) -> None:
         """Initialize without options; a subclass with options defines its own `__init__`."""
+
+    def __repr__(self) -> str:
+        """Return the call that creates it, with all options."""
+        return call(self)
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Return the group of a parameter; a bucket holds parameters of one group. The same on all ranks."""

@@ -131,6 +131,12 @@ def measured(algorithm: Algorithm, kind: str) -> Known | None:
     return None
 
 
+def worst_measured(algorithm: Algorithm) -> Known | None:
+    """Return the least favorable result of an algorithm with any kind of optimizer, or None without a measurement."""
+    found = [each for kind in OPTIMIZERS if (each := measured(algorithm, kind)) is not None]
+    return max(found, key=_loss, default=None)
+
+
 def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
     """Return the result that exceeds `LOSES` for an algorithm with an optimizer, or None if no such result is known.
 

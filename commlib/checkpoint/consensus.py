@@ -13,6 +13,9 @@ from commlib.replica import Replica, replica_of
 from commlib.sharding.local import local_of
 from commlib.transport.base import Communication
 
+#: Follows the names of these collectives in the error of a rank that waits for the others.
+_ON_ALL = "every rank must save; consensus_state_dict is collective if replicas differ"
+
 
 def replicas_differ(model: nn.Module) -> bool:
     """Return whether the ranks' weights may differ between steps. All ranks return the same value.
@@ -60,13 +63,13 @@ def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
 def average(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
     """Replace float and complex tensors by their mean over the ranks, others by rank 0's, in place. Collective."""
     means = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    _run(replica, "the mean of the saved tensors", mean_all(means, replica.engine.comm))
+    _run(replica, f"the mean of the saved tensors ({_ON_ALL})", mean_all(means, replica.engine.comm))
     copy_from_rank_0(replica, [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())])
 
 
 def copy_from_rank_0(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
     """Replace tensors by rank 0's, in place. Collective."""
-    _run(replica, "the copy of the saved tensors", broadcast_all(tensors, replica.engine.comm))
+    _run(replica, f"the copy of the saved tensors ({_ON_ALL})", broadcast_all(tensors, replica.engine.comm))
 
 
 def _run(replica: Replica, what: str, communication: Communication) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from commlib.algorithms.channels import Gradients
+from commlib.algorithms.base import Algorithm
+from commlib.algorithms.channels import Channel, Gradients, Weights
+from commlib.arguments import changed_options
 from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.engine import Engine
 from commlib.engine.gradients.reducer import LastRound
@@ -49,7 +51,7 @@ class Stats:
     payloads of algorithms that send without collectives.
 
     Attributes:
-        algorithm: The algorithm's name.
+        algorithm: The algorithm's name. With `auto`, that of the algorithm in use.
         world_size: The number of ranks.
         plan: "initial", "trial", "planned", "fixed" (also if no gradient is communicated), "settled" (by a checkpoint)
             or "restored".
@@ -62,8 +64,8 @@ class Stats:
             such round or step.
         raw_bytes_per_step: Bytes per step of an all-reduce of all gradients, dense and in the parameters' dtypes.
             Sparse gradients count as dense ones. 0 before the first step.
-        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`. 1.0 if nothing was sent. Below 1 if indices and
-            values of sparse gradients exceed the dense gradient.
+        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`. None as long as nothing was sent per step; 1.0 on
+            one rank. Below 1 if indices and values of sparse gradients exceed the dense gradient.
         step_s: Mean seconds per step over the last steps, including everything between them. 0.0 before two steps.
         waited_share: Fraction of `step_s` that the training thread waited for communication (on CUDA: the host).
         consensus_distance: L2 distance between this rank's weights and the result of the last round over weights, or of
@@ -75,6 +77,10 @@ class Stats:
         cost: The measured cost of a bucket, on rank 0. None if the plan was not measured.
         buckets: One entry per gradient bucket.
         shard: The communication of `commlib.shard`; None if it was not called for the model.
+        options: The algorithm's options that differ from the defaults, as in a call: "period=30, codec='int4'".
+        preset: The name of the preset in use, or "".
+        next_round_in: Number of optimizer steps after which the next round over weights begins. None if there are no
+            such rounds, or if a rank begins them by the clock.
     """
 
     algorithm: str
@@ -85,7 +91,7 @@ class Stats:
     wire_bytes: int
     wire_bytes_per_step: int
     raw_bytes_per_step: int
-    compression_ratio: float
+    compression_ratio: float | None
     step_s: float
     waited_share: float
     consensus_distance: float | None
@@ -93,18 +99,16 @@ class Stats:
     cost: BucketTimes | None
     buckets: tuple[BucketStats, ...]
     shard: ShardStats | None = None
+    options: str = ""
+    preset: str = ""
+    next_round_in: int | None = None
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), "
-            f"{self.rounds} rounds",
-        ]
+        lines = [self._head]
         if self.wire_bytes_per_step or not self.wire_bytes:
+            ratio = "" if self.compression_ratio is None else f" (compression x{self.compression_ratio:.2f})"
             exposed = f", {self.exposed_s * 1e3:.1f} ms exposed" if self.buckets or not self.wire_bytes else ""
-            lines.append(
-                f"  per step: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
-                f"x{self.compression_ratio:.2f}){exposed}"
-            )
+            lines.append(f"  per step: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank{ratio}{exposed}")
         else:  # before the first round over weights: bytes of set-up
             lines.append(f"  since wrap: {self.wire_bytes / 1e6:.2f} MB sent per rank")
         if self.step_s and not self.buckets:  # no round over gradients that backward waits for
@@ -126,11 +130,20 @@ class Stats:
             lines.append(str(self.shard))
         return "\n".join(lines)
 
+    @property
+    def _head(self) -> str:
+        preset = f"{self.preset}: " if self.preset else ""
+        options = f"({self.options})" if self.options else ""
+        buckets = f"{self.num_buckets} buckets ({self.plan}), " if self.buckets or self.next_round_in is None else ""
+        due = self.next_round_in
+        following = "" if due is None else f", the next over weights after {due} step{'s' if due != 1 else ''}"
+        return f"{preset}{self.algorithm}{options} on {self.world_size} ranks: {buckets}{self.rounds} rounds{following}"
+
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
         """Return the numeric fields, for a logger, with `prefix` before each name.
 
         All values are ints or floats, so TensorBoard's `add_scalar` accepts them. Names of `shard` begin with `shard_`.
-        Omits `algorithm`, `plan`, the buckets, and fields without a value (`consensus_distance`, and the two numbers of
+        Omits texts, the buckets, and fields without a value (such as `consensus_distance`, and the two numbers of
         `cost`).
         """
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -162,14 +175,31 @@ def collect(engine: Engine) -> Stats:
         wire_bytes=round(sum(each.bytes_sent for each in channels)),
         wire_bytes_per_step=round(sent),
         raw_bytes_per_step=round(raw),
-        compression_ratio=raw / sent if sent else 1.0,
+        compression_ratio=_ratio(raw, sent, world_size),
         step_s=means.seconds,
         waited_share=means.waited_s / means.seconds if means.seconds else 0.0,
         consensus_distance=next((each for each in distances if each is not None), None),
         exposed_s=last.exposed_s,
         cost=plan.cost,
         buckets=tuple(_of_bucket(plan, last, bucket) for bucket in gradients.buckets),
+        options=changed_options(engine.algorithm),
+        preset=engine.algorithm.preset,
+        next_round_in=_next_round_in(declared, engine.counter.step) if world_size > 1 else None,
     )
+
+
+def _ratio(raw: float, sent: float, world_size: int) -> float | None:
+    if sent:
+        return raw / sent
+    return None if world_size > 1 else 1.0
+
+
+def _next_round_in(declared: Channel, step: int) -> int | None:
+    """See `Stats.next_round_in`; `step` is the number of steps so far."""
+    if not isinstance(declared, Weights) or declared.asynchronous:
+        return None
+    since = step - declared.warmup_steps
+    return declared.period - (since % declared.period if since > 0 else since)
 
 
 def of_sharded(shard: ShardStats, world_size: int, num_backwards: int) -> Stats:
@@ -184,7 +214,7 @@ def of_sharded(shard: ShardStats, world_size: int, num_backwards: int) -> Stats:
         wire_bytes=sent,
         wire_bytes_per_step=round(sent / num_backwards) if num_backwards else 0,
         raw_bytes_per_step=round(plain / num_backwards) if num_backwards else 0,
-        compression_ratio=plain / sent if sent else 1.0,
+        compression_ratio=_ratio(plain, sent, world_size),
         step_s=0.0,
         waited_share=0.0,
         consensus_distance=None,
@@ -195,14 +225,18 @@ def of_sharded(shard: ShardStats, world_size: int, num_backwards: int) -> Stats:
     )
 
 
-def before_rounds(algorithm: str, world_size: int) -> Stats:
+def before_rounds(algorithm: str | Algorithm, world_size: int) -> Stats:
     """Return the statistics of a model that has not communicated."""
+    name, made = (algorithm, None) if isinstance(algorithm, str) else (algorithm.name, algorithm)
     return Stats(
-        *(algorithm, world_size, "initial", 0, 0, 0, 0, 0, 1.0, 0.0, 0.0),
+        *(name, world_size, "initial", 0, 0, 0, 0, 0),
+        *(_ratio(0.0, 0.0, world_size), 0.0, 0.0),
         consensus_distance=None,
         exposed_s=0.0,
         cost=None,
         buckets=(),
+        options="" if made is None else changed_options(made),
+        preset="" if made is None else made.preset,
     )
 
 

@@ -43,6 +43,7 @@ class Network:
         ceiling_gbps: Maximum rate of the transport, whatever the adapter's rate. The processor limits TCP.
         window_mb: Maximum data in flight on a connection between nodes, MiB. For TCP, the sender's largest buffer.
         source: Source of the figures.
+        device: Name of the device of the machines that the source describes; "" if there is no such device.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Network:
     ceiling_gbps: float = math.inf
     window_mb: float = WINDOW_MB
     source: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         _check_counts(self, "nodes", "gpus_per_node")

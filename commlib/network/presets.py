@@ -34,6 +34,7 @@ def _v100_cluster(name: str, bandwidth_gbps: float) -> Network:
         intra_latency_us=5.0,
         efficiency=_TCP_EFFICIENCY,
         ceiling_gbps=_NCCL_TCP_GBPS,
+        device="v100",
         source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: the "
         "rate of NCCL over TCP, fitted to BAGUA's figures (commlib/simulation/bagua.py)",
     )
@@ -55,6 +56,7 @@ NETWORKS: dict[str, Network] = {
             intra_gbps=3600.0,
             intra_latency_us=3.0,
             efficiency=_TCP_EFFICIENCY,
+            device="h100",
             source="sites on several continents: 127 to 935 Mbit/s and round trips of about 100 ms, as measured by "
             "Jaghouar et al., INTELLECT-1 (2024); one server with 8 H100s at each",
         ),
@@ -68,6 +70,7 @@ NETWORKS: dict[str, Network] = {
             intra_latency_us=3.0,
             efficiency=0.92,
             window_mb=math.inf,
+            device="h100",
             source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
             "each direction (NVIDIA DGX H100 user guide); RDMA typically reaches 92 % of the line rate in NCCL's tests",
         ),

@@ -14,7 +14,7 @@ from commlib.reports.rows import amount
 from commlib.reports.tables import kept
 from commlib.simulation import compare
 from commlib.simulation.compare import Comparison, Prediction
-from commlib.simulation.cost import unit
+from commlib.simulation.cost import Cost, unit
 from commlib.simulation.simulator import Result
 
 #: A step that is longer than one without communication by at most this factor counts as near it.
@@ -115,16 +115,21 @@ class _Choice:
         return self.result.step_s / self.comparison.ddp.compute_s
 
     @property
+    def cost(self) -> Cost | None:
+        """The cost of training; None without a price."""
+        return self.comparison.cost(self.result)
+
+    @property
     def rank(self) -> tuple[float, ...]:
         """The sort key of networks: the cost of a million, or without prices the bandwidth and the latency."""
-        if (cost := self.comparison.cost(self.result)) is not None:
+        if (cost := self.cost) is not None:
             return (cost.per_million,)
         network = self.comparison.network
         return network.bytes_per_s, network.bandwidth_gbps, -network.latency_us
 
     def described(self) -> str:
         """Return the algorithm, its class and measured loss, the slowdown and the cost."""
-        cost = self.comparison.cost(self.result)
+        cost = self.cost
         price = "" if cost is None else f", {amount(cost.per_million)} per million {unit(self.comparison.workload)}"
         muon = ", with Muon, whose own time is not included" if self.name in PRESETS else ""
         loss = f", loss {self.loss:+.0%}" if self.loss is not None and round(self.loss, 2) else ""
@@ -136,15 +141,19 @@ def network_advice(comparisons: Sequence[Comparison]) -> str:
     """Return the cheapest network, or the slowest without prices, on which a step is near one without communication.
 
     On each network the most exact algorithm that is near enough counts, and among equally exact ones the fastest. The
-    cheapest network is the one with the lowest cost of a million samples or tokens with that algorithm. Rows with a
-    mark are never advised. Returns "" if there is no other row.
+    cheapest network is the one with the lowest cost of a million samples or tokens with that algorithm. If another
+    choice costs less, it is named too. Rows with a mark are never advised.
     """
     choices = [_choices(each) for each in comparisons]
+    return f"{_near_advice(comparisons, choices)}{_lowest_cost(choices)}"
+
+
+def _near_advice(comparisons: Sequence[Comparison], choices: Sequence[Sequence[_Choice]]) -> str:
     near = [found[0] for each in choices if (found := [one for one in each if one.slowdown <= NEAR])]
     limit = f"within {NEAR - 1:.0%} of a step without communication"
     is_one = len(comparisons) == 1
     if near:
-        best = min(near, key=lambda one: one.rank)
+        best = _best_near(near)
         name = kept(best.comparison.network.name)
         if is_one:
             return f"{name} is {limit}: {best.described()}."
@@ -152,10 +161,26 @@ def network_advice(comparisons: Sequence[Comparison]) -> str:
         return f"The {kind} network {limit} is {name}: {best.described()}."
     nearest = min((one for each in choices for one in each), key=lambda one: one.slowdown, default=None)
     if nearest is None:
-        return ""
+        return "No network is advised: every row has a mark."
     name = nearest.comparison.network.name
     none, at = (f"{name} is not", "") if is_one else ("No network is", f" on {name}")
     return f"{none} {limit} with an advised algorithm. Nearest: {nearest.described()}{at}."
+
+
+def _best_near(near: Sequence[_Choice]) -> _Choice:
+    return min(near, key=lambda one: one.rank)
+
+
+def _lowest_cost(choices: Sequence[Sequence[_Choice]]) -> str:
+    """Return the choice with the lowest cost at any step time, if it is not the advised one; "" without prices."""
+    near = [found[0] for each in choices if (found := [one for one in each if one.slowdown <= NEAR])]
+    every = [(cost.per_million, one) for each in choices for one in each if (cost := one.cost) is not None]
+    if not every:
+        return ""
+    _, lowest = min(every, key=lambda entry: entry[0])
+    if near and lowest is _best_near(near):
+        return ""
+    return f" The lowest cost is that of {lowest.described()}, on {kept(lowest.comparison.network.name)}."
 
 
 def _choices(comparison: Comparison) -> list[_Choice]:

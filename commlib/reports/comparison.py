@@ -22,8 +22,9 @@ from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, sweeps, tables, targets
 from commlib.reports.advice import advice, forms_left_out, losses, misfits, network_advice, presets_of
-from commlib.reports.assumptions import ceiling, sharded, summary
+from commlib.reports.assumptions import ceiling, machines, sharded, summary
 from commlib.reports.csv_rows import to_csv
+from commlib.reports.known import known
 from commlib.reports.page import page
 from commlib.reports.progress import progress_bar
 from commlib.reports.rows import columns, explained, num_required, rows_of
@@ -101,9 +102,8 @@ class Selection:
         workload = workloads.get(self.workload)
         if self.optimizer in (None, workload.optimizer):
             return workload
-        return workloads.with_optimizer(
-            dataclasses.replace(workload, device=self.device or workload.device), self.optimizer
-        )
+        on_device = dataclasses.replace(workload, device=self.device or workload.device)
+        return dataclasses.replace(workloads.with_optimizer(on_device, self.optimizer), device=workload.device)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ class Output:
             ConfigError: A file cannot be written.
         """
         if self.trace is not None:
-            timeline.save_trace([result for one in comparisons for result in one.results()], self.trace)
+            trace = timeline.chrome_trace([result for one in comparisons for result in one.results()])
+            targets.write_text(self.trace, json.dumps(trace), "--trace")
         if self.html is not None:
             targets.write_text(self.html, page(comparisons, self.command, drawn), "--html")
         if self.prints_csv:
@@ -270,7 +271,7 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
             )
             named_on.append(named)
     points = 1 if output.plot is None else 1 + len(sweeps.BANDWIDTHS_GBPS) * len(sweeps.LATENCIES_US)
-    comparisons, drawn = list[Comparison](), list[Path]()
+    comparisons, drawn, swept = list[Comparison](), list[Path](), sweeps.Swept()
     with on_all_cores(points * sum(len(named) + 1 for named in named_on)) as run_all:
         for case, named in zip(cases, named_on, strict=True):
             chosen = case.without_auto(named, selection.exactness, run_all)
@@ -280,7 +281,7 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
             if output.prints_tables:
                 show(comparison, console, output.wide)
             if output.plot is not None:
-                drawn += sweeps.draw(comparison, chosen, options, output.plot, run_all, own)
+                drawn += sweeps.draw(comparison, chosen, options, output.plot, run_all, own, swept)
     for path in drawn:
         print(f"drawn: {path}", file=sys.stderr)
     if output.prints_tables:
@@ -290,20 +291,20 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
 
 
 def show_known() -> None:
-    """Print workloads, networks and devices with their sources."""
+    """Print workloads, networks and devices as tables, with their sources."""
     console = tables.console()
-    known = [workloads.get(name) for name in workloads.names()]
-    for one in known:
-        figures = f"{one.numel / 1e6:.1f} M parameters, {one.step_s * 1e3:.1f} ms, {one.optimizer}"
-        _say(f"{one.name}: {figures}. {one.source}", console)
-    for one in (*presets.NETWORKS.values(), *presets.DEVICES.values()):
-        _say(f"{one.name}: {one.source}", console)
+    for kind in known():
+        _say(kind.title, console, "bold")
+        tables.show(tables.fitted(kind.columns, console.width, len(kind.columns), wide=True), console)
+        for names, source in kind.sources.items():
+            _say(f"{names}: {source}", console)
+        console.print()
 
 
 def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     """Print a comparison as a table, with the network, the scale, algorithms that cannot be simulated, and advice."""
     _say(summary(comparison), console)
-    if text := ceiling(comparison.network):
+    for text in filter(None, (machines(comparison), ceiling(comparison.network))):
         _say(text, console)
     if comparison.sharding is not None:
         _say(sharded(comparison.sharding, comparison.network), console)

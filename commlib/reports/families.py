@@ -20,6 +20,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "decentralized": ("decentralized", "low_precision_decentralized", "gossip", "noloco"),
     "in the background": ("async_averaging", "passive_gossip", "async_sgd", "hogwild"),
 }
+#: Names of baselines (`Comparison.baseline`), which look like all-reduce.
+BASELINES = ("DDP-style all-reduce", "FSDP2", "FSDP2 and all-reduce")
 #: The family of algorithms unknown to commlib, such as a user's own.
 OTHER = "other"
 
@@ -70,6 +72,8 @@ def base_name(label: str) -> str:
 def look(label: str) -> Look:
     """Return the plot style of an algorithm by its label in tables."""
     name = base_name(label)
+    if name in BASELINES:
+        name = "allreduce"
     family = next((family for family, members in FAMILIES.items() if name in members), OTHER)
     colour, marker = _LOOKS[family]
     place = FAMILIES[family].index(name) if family in FAMILIES else 0

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from commlib.reports.advice import NEAR, advice, forms_left_out, losses, misfits, network_advice, presets_of
-from commlib.reports.assumptions import assumptions, summary
+from commlib.reports.assumptions import ACCURACY, CLASSES, LIMITS, UNTRIED, assumptions, machines, summary
 from commlib.reports.rows import Row, explained, rows_of
 from commlib.simulation.compare import Comparison
 
@@ -81,6 +81,10 @@ def page(comparisons: Sequence[Comparison], command: str, plots: Sequence[Path] 
         *(part for each in comparisons for part in _section(each)),
         *(["<h2>Plots</h2>"] if plots else []),
         *map(_picture, plots),
+        "<h2>Classes</h2>",
+        _definitions(CLASSES),
+        "<h2>Accuracy and limits</h2>",
+        *_paragraphs([ACCURACY, LIMITS, UNTRIED]),
         "<h2>Command</h2>",
         f"<pre>{escape(command)}</pre>",
     ]
@@ -99,7 +103,7 @@ def page(comparisons: Sequence[Comparison], command: str, plots: Sequence[Path] 
 def _section(comparison: Comparison) -> Iterator[str]:
     rows = rows_of(comparison)
     yield f"<h2>{escape(comparison.network.name)}</h2>"
-    yield from _paragraphs([summary(comparison) + "."])
+    yield from _paragraphs([summary(comparison) + ".", machines(comparison)])
     yield from _paragraphs([advice(comparison)], "advice")
     yield _figure(comparison, [row for row in rows if not row.is_variant])
     yield _table(rows)

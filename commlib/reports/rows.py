@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from commlib.algorithms.known import LOSES
 from commlib.reports.families import base_name
 from commlib.reports.tables import Column
 from commlib.simulation.compare import Comparison, Prediction
@@ -129,7 +130,10 @@ def amount(value: float) -> str:
 
 
 def _loss(row: Prediction) -> str:
-    return f"{round(row.loss, 2) + 0.0:+.0%}" if row.loss is not None else "?" * bool(row.doubt)
+    if row.loss is None:
+        return "?" * bool(row.doubt)
+    is_near = bool(row.doubt) and round(row.loss, 2) <= LOSES  # more than the limit, but not as rounded
+    return f"{row.loss:+.1%}" if is_near else f"{round(row.loss, 2) + 0.0:+.0%}"
 
 
 def _short(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 from commlib.algorithms.base import EXACTNESS, Algorithm
@@ -24,6 +24,28 @@ LATENCIES_US = (5.0, 25.0, 300.0, 5000.0)
 SWEEP_STEPS = 2
 
 
+class Swept:
+    """The speed-ups that were simulated for plots, and the drawn plots of them. Keys are the inputs."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, list[dict[str, list[float]]]] = {}
+        self._drawn: set[Hashable] = set()
+
+    def speedups(
+        self, key: Hashable, simulate: Callable[[], list[dict[str, list[float]]]]
+    ) -> list[dict[str, list[float]]]:
+        """Return one entry for each latency: the speed-ups of each algorithm by bandwidth."""
+        if key not in self._rows:
+            self._rows[key] = simulate()
+        return self._rows[key]
+
+    def is_new(self, *plot: Hashable) -> bool:
+        """Return whether a plot was not drawn yet, and count it as drawn."""
+        added = plot not in self._drawn
+        self._drawn.add(plot)
+        return added
+
+
 def draw(
     comparison: Comparison,
     chosen: Mapping[str, Algorithm],
@@ -31,8 +53,13 @@ def draw(
     folder: Path,
     run_all: Map = map,
     shardings: Mapping[str, Sharding] | None = None,
+    swept: Swept | None = None,
 ) -> list[Path]:
-    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines. Return the files."""
+    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines. Return the files.
+
+    Plots that an earlier call with `swept` has drawn, of a network that differs in bandwidth or latency, are left out.
+    """
+    swept = Swept() if swept is None else swept
     workload, network, device = comparison.workload, comparison.network, comparison.device
     options = dataclasses.replace(options, steps=min(options.steps, SWEEP_STEPS))
     bandwidths = _around(network.bandwidth_gbps, BANDWIDTHS_GBPS)
@@ -41,13 +68,21 @@ def draw(
     if not chosen:
         return []
     name = f"{workload.name}-{network.name}".replace("/", "-")
-    rows: list[dict[str, list[float]]] = []  # one per latency: the speed-ups of each algorithm by bandwidth
-    with progress_bar(f"drawing {name}", len(chosen) + 1, len(bandwidths) * len(latencies)) as progress:
-        for latency_us in latencies:
-            networks = [
-                dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths
+    common = dataclasses.replace(network, name="", source="", bandwidth_gbps=1.0, latency_us=1.0)
+    key = (common, tuple(bandwidths), tuple(latencies), tuple(chosen))
+
+    def simulate() -> list[dict[str, list[float]]]:
+        with progress_bar(f"drawing {name}", len(chosen) + 1, len(bandwidths) * len(latencies)) as progress:
+            return [
+                compare.sweep(
+                    workload,
+                    [dataclasses.replace(network, bandwidth_gbps=gbps, latency_us=us) for gbps in bandwidths],
+                    *(device, chosen, options, progress, run_all, shardings),
+                )
+                for us in latencies
             ]
-            rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all, shardings))
+
+    rows = swept.speedups(key, simulate)
 
     def title(what: str) -> str:
         ceiling = "" if math.isinf(network.ceiling_gbps) else f"; TCP carries at most {network.ceiling_gbps:g} Gbit/s"
@@ -55,18 +90,23 @@ def draw(
 
     marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
-    paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
-    by_bandwidth = title(f"Speed-up of a training step by bandwidth, at {network.latency_us:g} us")
-    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", by_bandwidth, paths[0], marks)
+    paths = {what: folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")}
+    drawn = []
+    if swept.is_new(key, network.latency_us, tuple(marks.items())):
+        by_bandwidth = title(f"Speed-up of a training step by bandwidth, at {network.latency_us:g} us")
+        plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", by_bandwidth, paths["bandwidth"], marks)
+        drawn.append(paths["bandwidth"])
     by_latency = title(f"Speed-up of a training step by latency, at {network.bandwidth_gbps:g} Gbit/s")
     at_own = {label: [row[label][at] for row in rows] for label in chosen}
-    plots.speedups(at_own, latencies, "latency, us", by_latency, paths[1], marks)
+    plots.speedups(at_own, latencies, "latency, us", by_latency, paths["latency"], marks)
+    drawn.append(paths["latency"])
     advised = {label: algorithm for label, algorithm in chosen.items() if not marks[label]}
-    grids = _best_by_class(advised, rows)
-    if not plots.best(grids, bandwidths, latencies, title("The fastest advised algorithm"), paths[2]):
-        del paths[2]
-    plots.timelines(comparison, paths[-1])
-    return paths
+    if swept.is_new(key, "best", tuple(advised)):
+        grids = _best_by_class(advised, rows, comparison.baseline)
+        if plots.best(grids, bandwidths, latencies, title("The fastest advised algorithm"), paths["best"]):
+            drawn.append(paths["best"])
+    plots.timelines(comparison, paths["timeline"])
+    return [*drawn, paths["timeline"]]
 
 
 def _around(own: float, usual: Sequence[float]) -> list[float]:
@@ -76,22 +116,23 @@ def _around(own: float, usual: Sequence[float]) -> list[float]:
 
 
 def _best_by_class(
-    chosen: Mapping[str, Algorithm], rows: Sequence[Mapping[str, Sequence[float]]]
+    chosen: Mapping[str, Algorithm], rows: Sequence[Mapping[str, Sequence[float]]], baseline: str
 ) -> dict[str, list[list[tuple[str, float]]]]:
-    """Return the fastest allowed algorithm at [latency][bandwidth], by class of exactness."""
+    """Return the fastest of the baseline and the allowed algorithms at [latency][bandwidth], by class of exactness."""
     grids: dict[str, list[list[tuple[str, float]]]] = {}
     for idx, exactness in enumerate(EXACTNESS):
         if exactness == "exact":
             continue  # all-reduce everywhere
         allowed = [label for label, algorithm in chosen.items() if algorithm.exactness in EXACTNESS[: idx + 1]]
         if any(chosen[label].exactness == exactness for label in allowed):
-            grids[exactness] = [_best_of_row({label: row[label] for label in allowed}) for row in rows]
+            grids[exactness] = [_best_of_row({label: row[label] for label in allowed}, baseline) for row in rows]
     return grids
 
 
-def _best_of_row(row: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
+def _best_of_row(row: Mapping[str, Sequence[float]], baseline: str) -> list[tuple[str, float]]:
     points = zip(*([(label, value) for value in line] for label, line in row.items()), strict=True)
-    return [max(point, key=_speedup) for point in points]
+    best = [max(point, key=_speedup) for point in points]
+    return [(baseline, 1.0) if value < 1 else (label, value) for label, value in best]
 
 
 def _speedup(entry: tuple[str, float]) -> float:

@@ -83,12 +83,16 @@ def prices(text: str | None, networks: Sequence[str], budget: float | None = Non
         return dict.fromkeys(networks, Price(_number(text), budget))
     found: dict[str, Price] = {}
     for entry in text.split(","):
-        name, _, number = (part.strip() for part in entry.partition("="))
-        if name not in networks or name in found:
-            raise ConfigError(f"--price-per-hour: expected one price for each of {', '.join(networks)}, got {text!r}")
+        name, equals, number = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise ConfigError(f"--price-per-hour: expected NETWORK=PRICE for each network, got {entry.strip()!r}")
+        if name not in networks:
+            raise ConfigError(f"--price-per-hour: {name!r} is not compared; expected {', '.join(networks)}")
+        if name in found:
+            raise ConfigError(f"--price-per-hour: {name} has two prices; expected one")
         found[name] = Price(_number(number), budget)
     if missing := [name for name in networks if name not in found]:
-        raise ConfigError(f"--price-per-hour: expected a price for {', '.join(missing)} too, got {text!r}")
+        raise ConfigError(f"--price-per-hour: {', '.join(missing)} has no price in {text!r}; add NETWORK=PRICE")
     return found
 
 
@@ -103,5 +107,7 @@ def _number(text: str) -> float:
 
 def _check(value: float, option: str, got: str) -> None:
     least, most = _AMOUNTS
+    if not value > 0:
+        raise ConfigError(f"{option}: expected an amount above 0, such as 2.5, got {got}")
     if not least <= value <= most:
-        raise ConfigError(f"{option}: expected a number from {least:g} to {most:g}, got {got}")
+        raise ConfigError(f"{option}: expected an amount from {least:g} to {most:g}, got {got}")

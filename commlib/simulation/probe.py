@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -266,7 +267,7 @@ def _echo(request: Request) -> None:
             pass
 
 
-def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_count: int) -> dict[str, float]:
+def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_count: int) -> dict[str, Any]:
     """Return the bandwidth and the latency inside a node, measured with an all-reduce."""
     small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES), count)
     of = _times(verbs, timer, "all_reduce", nbytes, large_count, small_s)

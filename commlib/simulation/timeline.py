@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from commlib.simulation.clock import Span
 from commlib.simulation.simulator import Result
@@ -92,11 +90,6 @@ def _on_tracks(spans: Sequence[Span]) -> list[tuple[str, Span]]:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def save_trace(results: Sequence[Result], path: Path | str) -> None:
-    """Write `chrome_trace` as JSON."""
-    Path(path).write_text(json.dumps(chrome_trace(results)))
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, object]:

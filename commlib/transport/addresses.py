@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import logging
 import os
 import socket
 import struct
 from typing import Any
 
 import torch.distributed as dist
+
+_log = logging.getLogger("commlib")
 
 #: Constants of rtnetlink, which Python lacks.
 _NEW_ROUTE, _GET_ROUTE, _OUTPUT_INTERFACE = 24, 26, 4
@@ -21,6 +25,23 @@ def local_address(store: Any) -> str:
     with contextlib.suppress(OSError):
         if interface:
             return address_of(interface)
+    address = _default_address(store)
+    if interface:
+        _tell_of_missing(interface, address)
+    return address
+
+
+@functools.cache  # once for each
+def _tell_of_missing(interface: str, address: str) -> None:
+    _log.warning(
+        "GLOO_SOCKET_IFNAME=%s: this host has no such interface with an IPv4 address, so commlib uses %s; "
+        "`ip -brief address` lists the interfaces",
+        *(interface, address),
+    )
+
+
+def _default_address(store: Any) -> str:
+    """Return the address on the route to the store, else that of the host's name, else the loopback address."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):

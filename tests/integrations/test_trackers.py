@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import commlib
+from commlib.engine.stats import Stats
+from commlib.sharding.stats import ShardStats
 from tests.pages import ROOT, blocks
 from tests.waiting import eventually
 
@@ -39,6 +43,15 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
 def run(package: str, namespace: dict[str, Any]) -> None:
     (code,) = (block.text for block in blocks(PAGE) if block.text.startswith(f"import {package}\n"))
     exec(code, namespace)
+
+
+def test_the_page_explains_every_figure() -> None:
+    figures = {field.name for field in fields(Stats) if "int" in str(field.type) or "float" in str(field.type)}
+    figures |= {"cost_latency_s", "cost_s_per_byte"}
+    figures |= {f"shard_{field.name}" for field in fields(ShardStats) if field.type in ("int", "float")}
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    table = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert figures <= table, figures - table
 
 
 @needs("wandb")

@@ -262,12 +262,19 @@ def bare_module() -> None:
     trains(commlib.wrap(model, optimizer=optimizer), optimizer)
 
 
-@follows("acts on weights or optimizer state: pass optimizer=")
+@follows("acts on weights or optimizer state. Create the optimizer first")
 def with_optimizer() -> None:
     model = seeded(Mlp)
     with refused("acts on weights"):
         commlib.wrap(model, "local_sgd")
     trains(*made(algorithm="local_sgd"))
+
+
+@follows("is a name with options. Pass them to the class")
+def options_of_the_class() -> None:
+    with refused("algorithm=commlib.algorithms.LocalSGD(period=2)"):
+        made(algorithm="local_sgd(period=2)")
+    trains(*made(algorithm=algorithms.LocalSGD(period=2)))
 
 
 @follows("If new_group() gave it, this process is not a member")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import commlib
 from commlib.checkpoint import consensus_state_dict, rank_state, read_rank_file, replicas_differ, write_rank_file
 from commlib.errors import ConfigError
+from commlib.replica import replica_of
 from tests.contract import subjects
 from tests.contract.probes import transports
 from tests.contract.subjects import (
@@ -319,8 +321,13 @@ def test_the_consensus_is_the_mean_and_changes_nothing() -> None:
         training = Subject(name).start(build(ConvNet)).steps(3)
         commlib.state_dict(training.model)  # takes a round that is under way
         before = copy.deepcopy(training.model.state_dict())
-        consensus = consensus_state_dict(training.model)
+        session = replica_of(training.model).engine.session
+        with mock.patch.object(session, "run", wraps=session.run) as run:
+            consensus = consensus_state_dict(training.model)
         assert replicas_differ(training.model) is (name != "topk")
+        hint = "every rank must save; consensus_state_dict is collective if replicas differ"
+        assert all(hint in call.args[0] for call in run.call_args_list)  # shown to a rank that waits for the others
+        assert run.called is (name != "topk")
         for key, value in training.model.state_dict().items():
             assert torch.equal(value, before[key])
         mean = everyones(training.flat()).mean(dim=0)

@@ -750,12 +750,14 @@ def forward_sync_buffers() -> None:
     model = trains_as_ddp(Cnn, cnn_loss, forward_sync_buffers=False)
     commlib.unwrap(model)
     own = model.norm.running_mean.clone()
-    assert torch.equal(commlib.wrap(model, forward_sync_buffers=False).norm.running_mean, own)
+    of_rank_0 = everyones(own)[0]
+    assert torch.equal(own, of_rank_0) is (dist.get_rank() == 0)
     if options := of_ddp(forward_sync_buffers=False):
-        commlib.unwrap(model)
-        of_rank_0 = everyones(own)[0]
-        assert torch.equal(DDP(model, **options).module.norm.running_mean, of_rank_0)
-        assert torch.equal(own, of_rank_0) is (dist.get_rank() == 0)
+        assert torch.equal(DDP(copy.deepcopy(model), **options).module.norm.running_mean, of_rank_0)
+    unchanged = commlib.wrap(model, broadcast_buffers=False)
+    assert torch.equal(unchanged.norm.running_mean, own)
+    commlib.unwrap(model)
+    assert torch.equal(commlib.wrap(model, forward_sync_buffers=False).norm.running_mean, of_rank_0)
     is_refused("a bool or None", forward_sync_buffers="no")
 
 

@@ -1,4 +1,4 @@
-"""Other differences from DDP: the lines of docs/how-to/coming-from-ddp.md that no other file tests."""
+"""Differences from DDP: the lines of docs/reference/differences.md that no other file tests."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ from tests.multi.common import (
 from tests.multi.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
-SECTION = "## Other differences"
 
 
 def lines_of_the_page() -> list[str]:
-    """The bullets of the section, each as one line."""
-    page = (ROOT / "docs" / "how-to" / "coming-from-ddp.md").read_text(encoding="utf-8")
-    section = page.split(SECTION)[1].split("\n## ")[0]
-    return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", section)[1:]]
+    """The bullets of the page, each as one line."""
+    page = (ROOT / "docs" / "reference" / "differences.md").read_text(encoding="utf-8")
+    return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", page)[1:]]
 
 
 def test_every_line_of_the_page_names_its_test() -> None:
@@ -445,15 +443,27 @@ def _policy(numel: int) -> Any:
 @on_ranks(2)
 def test_options_that_are_functions_or_tensors_are_compared() -> None:
     rank = dist.get_rank()
-    different: list[Any] = [
-        commlib.algorithms.TopK(compress=_policy(10 + rank)),
-        commlib.algorithms.TopK(compress=functools.partial(_compressed, 10 + rank)),
-        commlib.algorithms.DiLoCo(outer=functools.partial(torch.optim.SGD, lr=0.5 + rank)),
-        commlib.algorithms.LocalSGD(period=2 + rank),
-    ]
-    for algorithm in different:
+    different: dict[str, Any] = {
+        "(ranks [0]: option TopK.compress _policy.<locals>.<lambda>: ": commlib.algorithms.TopK(
+            compress=_policy(10 + rank)
+        ),
+        "(ranks [0]: option TopK.compress partial(": commlib.algorithms.TopK(
+            compress=functools.partial(_compressed, 10 + rank)
+        ),
+        "(ranks [0]: option DiLoCo.outer partial(": commlib.algorithms.DiLoCo(
+            outer=functools.partial(torch.optim.SGD, lr=0.5 + rank)
+        ),
+        "(ranks [0]: option LocalSGD.period 2; ranks [1]: option LocalSGD.period 3).": commlib.algorithms.LocalSGD(
+            period=2 + rank
+        ),
+        "(ranks [0]: option algorithm TopK; ranks [1]: option algorithm LocalSGD).": [
+            commlib.algorithms.TopK(),
+            commlib.algorithms.LocalSGD(),
+        ][rank],
+    }
+    for words, algorithm in different.items():
         model = seeded(Mlp)
-        with raises_on_every_rank(ConfigError, "differ between ranks", "algorithm"):
+        with raises_on_every_rank(ConfigError, "differ between ranks", words):
             wrap(model, algorithm=algorithm, optimizer=sgd(model))
     for algorithm in (
         commlib.algorithms.TopK(compress=_policy(10)),

@@ -610,7 +610,16 @@ def bytes_of(steps: int, **options: Any) -> float:
 @on_ranks(2)
 def test_printed_statistics_say_what_rounds_over_weights_have_sent() -> None:
     model, optimizer = wrapped(LocalSGD(period=2))
-    train(model, mlp_loss, 8, optimizer)
+    shown = []
+    for step in range(3):
+        stats = commlib.stats(model)
+        assert (stats.options, stats.preset, stats.next_round_in) == ("period=2", "", 2 - step % 2)
+        assert stats.compression_ratio is None
+        shown.append(str(stats).splitlines()[0])
+        train(model, mlp_loss, 1, optimizer)
+    assert shown[0] == "local_sgd(period=2) on 2 ranks: 0 rounds, the next over weights after 2 steps"
+    assert shown[1] == "local_sgd(period=2) on 2 ranks: 0 rounds, the next over weights after 1 step"
+    train(model, mlp_loss, 5, optimizer)
     stats = commlib.stats(model)
     assert stats.wire_bytes > 0
     raw = sum(p.nbytes for p in model.parameters())  # 2 (N - 1) / N of it on two ranks

@@ -16,7 +16,7 @@ import torch
 
 import commlib
 from commlib.algorithms import Algorithm, DiLoCo, TopK
-from commlib.arguments import describe, described
+from commlib.arguments import changed_options, describe, described
 from commlib.codecs import Int4, Int8
 from tests.multi.forker import ROOT
 
@@ -51,6 +51,15 @@ class Frozen(Algorithm):
 
 def test_a_class_that_is_frozen_has_arguments_too() -> None:
     assert dict(Frozen(0.5).arguments) == {"rate": 0.5}
+
+
+def test_an_algorithm_is_shown_as_the_call_that_creates_it() -> None:
+    assert repr(Tuned(0.5)) == "Tuned(rate=0.5, folder='here', weights=None)"
+    made = DiLoCo(period=30, codec=Int4())
+    assert repr(made).startswith("DiLoCo(period=30, outer_lr=0.7, outer_momentum=0.9, nesterov=True, codec=Int4(), ")
+    assert changed_options(made) == "period=30, codec=Int4()"
+    assert changed_options(DiLoCo(period=50)) == ""
+    assert changed_options(Tuned(0.5)) == "rate=0.5"
 
 
 def test_wrong_arguments_are_the_constructors_own_error() -> None:

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from commlib.algorithms.base import EXACTNESS
 from commlib.cli import app
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
@@ -21,6 +22,7 @@ from commlib.network.model import Layer, Network, Workload
 from commlib.reports import comparison as report
 from commlib.reports import targets
 from commlib.reports.advice import network_advice
+from commlib.reports.assumptions import ACCURACY, UNTRIED, machines, summary
 from commlib.reports.csv_rows import HEADER
 from commlib.reports.page import page
 from commlib.reports.rows import amount
@@ -77,18 +79,19 @@ def test_prices_are_one_or_one_for_each_network(text, expected):
 @pytest.mark.parametrize(
     ("text", "budget", "message"),
     [
-        ("cheap", None, "--price-per-hour: expected a number from 1e-09 to 1e[+]12, got 'cheap'"),
+        ("cheap", None, "--price-per-hour: expected an amount above 0, such as 2.5, got 'cheap'"),
+        ("1e13", None, "--price-per-hour: expected an amount from 1e-09 to 1e[+]12, got '1e13'"),
         ("", None, "got ''"),
         ("0", None, "got '0'"),
         ("nan", None, "got 'nan'"),
         ("a=1,b=-1", None, "got '-1'"),
-        ("a=1,b", None, "got ''"),
-        ("a=1,2", None, "one price for each of a, b"),
-        ("a=1", None, "expected a price for b too, got 'a=1'"),
-        ("a=1,b=2,c=3", None, "one price for each of a, b, got 'a=1,b=2,c=3'"),
-        ("a=1,b=2,a=3", None, "one price for each"),
+        ("a=1,b=", None, "got ''"),
+        ("a=1,2", None, "--price-per-hour: expected NETWORK=PRICE for each network, got '2'"),
+        ("a=1", None, "--price-per-hour: b has no price in 'a=1'; add NETWORK=PRICE"),
+        ("a=1,b=2,c=3", None, "--price-per-hour: 'c' is not compared; expected a, b"),
+        ("a=1,b=2,a=3", None, "--price-per-hour: a has two prices; expected one"),
         (None, 5.0, "--budget: expected --price-per-hour with it"),
-        ("1", 1e300, "--budget: expected a number from 1e-09 to 1e[+]12, got 1e[+]300"),
+        ("1", 1e300, "--budget: expected an amount from 1e-09 to 1e[+]12, got 1e[+]300"),
     ],
 )
 def test_bad_prices_are_refused(text, budget, message):
@@ -175,6 +178,16 @@ def test_the_cheapest_network_is_advised():
     text = network_advice(comparisons)
     assert text.startswith("The cheapest network within 10% of a step without communication is fast: ")
     assert "per million samples" in text
+    assert "The lowest cost" not in text, "it is that of the advised choice"
+
+
+def test_a_lower_cost_on_a_slower_network_is_named_too():
+    slow = dataclasses.replace(NETWORK, name="slow", bandwidth_gbps=1.0)
+    prices = {"slow": 0.01, "fast": 2.0}
+    text = network_advice([compared("topk", each, price=cost.Price(prices[each.name])) for each in (slow, FAST)])
+    first, second = text.split(" The lowest cost is that of ")
+    assert "is fast: " in first
+    assert re.fullmatch(r"topk \(compensated, loss \+3%\), .* per million samples, on slow\.", second)
 
 
 def test_a_network_on_which_no_algorithm_is_near_is_not_advised():
@@ -195,7 +208,28 @@ def test_rows_with_a_mark_are_never_advised(field, value):
     rows += [row for row in comparison.rows if row.algorithm != "topk"]
     assert "topk" not in network_advice([dataclasses.replace(comparison, rows=tuple(rows))])
     too_small = dataclasses.replace(comparison.device, memory_gbytes=1e-9)
-    assert network_advice([dataclasses.replace(comparison, rows=(), device=too_small)]) == ""
+    nothing = network_advice([dataclasses.replace(comparison, rows=(), device=too_small)])
+    assert nothing == "No network is advised: every row has a mark."
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_output_names_the_device_of_the_times_and_other_machines():
+    comparison = compared("allreduce")
+    assert machines(comparison) == ""
+    assert "ms a step alone on v100) on pair" in summary(comparison)
+    other = dataclasses.replace(comparison, device=presets.device("h100"))
+    assert "ms a step alone on v100) on pair" in summary(other)
+    assert machines(other).startswith("The time of a step alone is that on v100: h100 changes only")
+    elsewhere = dataclasses.replace(comparison, network=presets.network("h100-400g"))
+    assert machines(elsewhere) == "h100-400g describes machines with h100, and is simulated with v100."
+    assert {each.device for each in presets.NETWORKS.values()} <= presets.DEVICES.keys()
+
+
+def test_another_optimizer_keeps_the_device_of_the_times():
+    workload = report.Selection("gpt2", [], optimizer="sgd", device="v100").get_workload()
+    assert (workload.optimizer, workload.device) == ("sgd", "h100")
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -286,6 +320,11 @@ def test_a_report_loads_nothing_and_has_all_parts(small, tmp_path, monkeypatch):
     assert "<small>" not in text, "escaped"
     assert "The cheapest network" in text or "No network" in text
     assert "at most 23 Gbit/s" in text
+    assert {"Classes", "Accuracy and limits"} <= set(found.texts["h2"])
+    assert set(EXACTNESS) <= set(found.texts["dt"])
+    guide = " ".join((Path(__file__).parents[2] / "docs/how-to/choose-a-network.md").read_text().split())
+    assert ACCURACY.partition(" (")[0] in guide
+    assert {ACCURACY, UNTRIED} <= set(found.texts["p"])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["report.html", "small.json"]
 
 

@@ -200,6 +200,16 @@ def test_wrong_input_is_an_error_without_a_traceback(arguments, message):
 
 def test_the_known_are_listed_with_their_sources():
     result = run("--list")
+    lines = result.output.splitlines()
+    assert [line for line in lines if line in ("Workloads", "Networks", "Devices")] == [
+        "Workloads",
+        "Networks",
+        "Devices",
+    ]
+    assert result.output.count("16 servers with 8 V100s") == 1
+    assert any(line.split() == ["bert-large", "335.1", "6", "adam", "532.4", "v100"] for line in lines)
+    assert any(line.split()[:5] == ["10gbps", "16", "x", "8", "10"] for line in lines)
+    assert max(map(len, lines)) <= 80
     for name in (*workloads.names(), *presets.NETWORKS, *presets.DEVICES):
         assert name in result.output
 
@@ -208,15 +218,18 @@ def test_pictures_and_trace(small, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sweeps, "BANDWIDTHS_GBPS", (1.0, 10.0))
     monkeypatch.setattr(sweeps, "LATENCIES_US", (25.0, 1000.0))
-    arguments = ["--network", "10gbps", "--nodes", "2", "--algorithms", "allreduce,bytegrad,powersgd,hogwild"]
+    arguments = ["--network", "10gbps,1gbps", "--nodes", "2", "--algorithms", "allreduce,bytegrad,powersgd,hogwild"]
     result = run("--workload", small, *arguments, "--plot", str(tmp_path), "--trace", str(tmp_path / "trace.json"))
     assert result.exit_code == 0, result.output
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {f"small-10gbps-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")}
+    of_both = {f"small-{network}-{what}.png" for network in ("10gbps", "1gbps") for what in ("latency", "timeline")}
+    assert names == of_both | {"small-10gbps-bandwidth.png", "small-10gbps-best.png"}, "the same for both"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        f"{name} (10gbps)" for name in ("DDP-style all-reduce", "allreduce", "bytegrad", "powersgd")
+        f"{name} ({network})"
+        for network in ("10gbps", "1gbps")
+        for name in ("DDP-style all-reduce", "allreduce", "bytegrad", "powersgd")
     }
 
 

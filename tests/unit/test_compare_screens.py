@@ -83,6 +83,27 @@ def test_a_screen_has_whole_names_and_no_longer_line(everything, width):
             assert any(re.match(rf" *{re.escape(name)}(,| |$)", line) for line in rows), name
 
 
+def test_a_loss_above_the_limit_is_not_shown_as_the_limit():
+    comparison = compared("bytegrad")
+    (row,) = comparison.rows
+    shown = {}
+    for loss, doubt in ((0.052, "5% more"), (0.318, "32% more"), (0.048, ""), (None, "not measured")):
+        one = dataclasses.replace(comparison, rows=(dataclasses.replace(row, loss=loss, doubt=doubt),))
+        shown[loss] = rows_of(one)[1].cells["loss"]
+    assert shown == {0.052: "+5.2%", 0.318: "+32%", 0.048: "+5%", None: "?"}
+
+
+def test_an_algorithm_slower_than_the_baseline_is_not_the_best():
+    rows = [{"bytegrad": [0.9, 1.5, math.nan], "topk": [0.8, 2.0, math.nan]}]
+    found = sweeps._best_by_class(compare.candidates("bytegrad, topk"), rows, "DDP-style all-reduce")
+    assert found["8bit"] == [
+        [("DDP-style all-reduce", 1.0), ("bytegrad", 1.5), ("bytegrad", pytest.approx(math.nan, nan_ok=True))]
+    ]
+    assert found["compensated"][0][1] == ("topk", 2.0)
+    assert families.look("DDP-style all-reduce") == families.look("allreduce")
+    assert compared("allreduce").baseline in families.BASELINES
+
+
 def test_columns_come_with_the_width(everything):
     titles = {width: table_of(shown(everything, width))[0] for width in (80, 100, 120)}
     assert all(title in titles[80] for title in ("class", "step ms", "speed-up"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_names_that_ddp_has_not_either_are_a_type_error() -> None:
         ddp_arguments.group(None, {"find_unused": True})
 
 
+@pytest.mark.parametrize("algorithm", ["diloco", commlib.algorithms.DiLoCo()])
+def test_options_of_the_algorithm_are_told_from_unknown_names(algorithm: Any) -> None:
+    words = "'period'. Pass options to the algorithm: algorithm=commlib.algorithms.DiLoCo(period=10)"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        ddp_arguments.group(None, {"period": 10}, algorithm)
+    for other in (algorithm, "dilocco", [0], None):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'perod'$"):
+            ddp_arguments.group(None, {"perod": 10}, other)
+
+
 def test_a_mesh_takes_the_place_of_the_process_group() -> None:
     assert ddp_arguments.group(None, {"device_mesh": "mesh"}) == "mesh"
     assert ddp_arguments.group("group", {"device_mesh": None}) == "group"
@@ -106,11 +117,20 @@ def test_a_mesh_takes_the_place_of_the_process_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broadcast_buffers", "forward_sync_buffers", "copies"),
-    [(True, None, True), (None, None, True), (False, None, False), (True, False, False), (None, True, True)],
+    ("broadcast_buffers", "forward_sync_buffers", "copies", "at_once"),
+    [
+        (True, None, True, True),
+        (None, None, True, True),
+        (False, None, False, False),
+        (True, False, False, True),
+        (False, False, False, True),
+        (None, True, True, True),
+        (False, True, True, True),
+    ],
 )
-def test_buffers_are_copied_unless_either_argument_says_not(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, copies: bool
+def test_buffers_are_copied_as_by_ddp(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, copies: bool, at_once: bool
 ) -> None:
     given = {"forward_sync_buffers": forward_sync_buffers}
     assert ddp_arguments.copies_buffers(broadcast_buffers, given) is copies
+    assert ddp_arguments.copies_buffers_at_once(broadcast_buffers, given) is at_once

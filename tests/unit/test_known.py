@@ -12,11 +12,22 @@ from torch import nn
 
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.known import LOSES, OPTIMIZERS, doubt, keeping_up, known_losses, loses_with, measured
+from commlib.algorithms.known import (
+    LOSES,
+    OPTIMIZERS,
+    doubt,
+    keeping_up,
+    known_losses,
+    loses_with,
+    measured,
+    worst_measured,
+)
 from commlib.engine import optimizers
+from commlib.errors import LossWarning
 from commlib.optim import DeMo, FrozenVarianceAdam
 from commlib.simulation.compare import candidates
 from commlib.tuner import candidates_of, doubts
+from commlib.wrap import _warn_of_losses
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FOLDER = Path(algorithms.__file__).parent
@@ -157,6 +168,18 @@ def test_the_output_in_the_pages_has_the_known_losses(page):
         loss = "?" if found is None else f"{found.loss:+.0%}"
         mark = "" if not doubt(algorithm, "adam") else "?" if found is None else "*"
         assert (row["mark"], row["loss"]) == (mark, loss), row["name"]
+
+
+def test_without_an_optimizer_the_worst_result_counts_but_not_for_a_copy():
+    assert worst_measured(made("topk")).optimizer == "adam"
+    assert worst_measured(made("topk")).loss == measured(made("topk"), "adam").loss
+    assert worst_measured(made("randomk(ratio=0.05)")).optimizer == "sgd"
+    assert worst_measured(made("topk(ratio=0.5)")).loss < LOSES
+    assert worst_measured(made("gossip")) is None
+    with pytest.warns(LossWarning, match="topk: 32% more loss .* Pass optimizer= to compare yours"):
+        _warn_of_losses(made("topk"), None, is_copy=False)
+    _warn_of_losses(made("topk"), None, is_copy=True)
+    _warn_of_losses(made("bytegrad"), None, is_copy=False)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

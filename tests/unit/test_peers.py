@@ -19,6 +19,7 @@ from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.peers import job, links, report
 from commlib.peers.facts import Rank
 from commlib.peers.links import Link
+from commlib.transport import addresses
 from commlib.transport.addresses import interface_towards
 from commlib.transport.connections import connect_all
 from tests.loopback import MISSING
@@ -193,6 +194,19 @@ def test_warnings_about_ranks(changes, expected):
     assert report.warnings([rank(0), rank(1)], [link(0, 1)]) == []
     (found,) = report.warnings([rank(0), rank(1, **changes)], [link(0, 1)])
     assert found.startswith(expected)
+
+
+def test_a_missing_interface_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch7,lo")
+    addresses._tell_of_missing.cache_clear()
+    expected = addresses._default_address(None)
+    assert [addresses.local_address(None) for _ in range(2)] == [expected] * 2
+    (line,) = caplog.messages
+    assert line.startswith("GLOO_SOCKET_IFNAME=nosuch7: this host has no such interface with an IPv4 address")
+    assert f"so commlib uses {expected}; " in line
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert addresses.local_address(None) == "127.0.0.1"
+    assert len(caplog.messages) == 1
 
 
 def test_ranks_of_one_host_need_no_address_that_others_reach():

@@ -31,6 +31,7 @@ def test_a_preset_is_recorded_as_its_algorithm_and_options():
     assert (created.name, created.arguments) == ("diloco", same.arguments)
     assert described(created) == described(same)
     assert (created.optimizer_kind, same.optimizer_kind) == ("muon", None)
+    assert (created.preset, same.preset) == ("diloco_muon", "")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -45,8 +46,19 @@ def test_every_preset_was_measured_with_its_optimizer_and_keeps_up(name):
 def test_a_preset_takes_no_options_and_its_name_is_suggested():
     with pytest.raises(ConfigError, match=r"'diloco_muon' is a preset, which takes no options: DiLoCo\(period=30, "):
         compare.candidates("diloco_muon(period=10)")
-    with pytest.raises(ConfigError, match="Did you mean 'diloco_muon'"):
+    with pytest.raises(ConfigError, match=r"'diloco_muon' is a preset, which takes no options: DiLoCo\(period=30, "):
+        algorithms.create("diloco_muon(period=10)")
+    with pytest.raises(ConfigError, match="Did you mean 'diloco_muon'") as caught:
         algorithms.create("diloco_moun")
+    assert "bytegrad" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'xyz' is not registered. Registered: allreduce, .*; presets: diloco_muon"):
+        algorithms.create("xyz")
+
+
+@pytest.mark.parametrize("name", ["diloco(period=10)", "diloco( period=10 )", "diloco (period=10)"])
+def test_options_in_a_name_belong_to_the_class(name):
+    with pytest.raises(ConfigError, match=r"Pass them to the class: algorithm=commlib.algorithms.DiLoCo\(period=10\)"):
+        algorithms.create(name)
 
 
 def test_auto_considers_presets_with_their_optimizer_only():

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -93,6 +94,14 @@ class Flattened(Around):
 
 class Named(torch.Tensor):
     """Is an ordinary tensor, but for its class."""
+
+
+@pytest.mark.usefixtures("group")
+def test_an_error_of_commlib_is_printed_once() -> None:
+    with pytest.raises(ConfigError, match="rank 0: algorithm: 'allredcue' is not registered") as caught:
+        commlib.wrap(net(), "allredcue")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("not registered") == 1
 
 
 @pytest.mark.usefixtures("group")

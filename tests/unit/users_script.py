@@ -79,7 +79,7 @@ def find_out(some: nn.Module) -> None:
 
 # Every public name.
 assert_type(commlib.__version__, str)
-assert_type(commlib.stats(model).compression_ratio, float)
+assert_type(commlib.stats(model).compression_ratio, float | None)
 assert_type(commlib.stats(model).as_dict("comm/"), dict[str, int | float])
 assert_type(commlib.state_dict(model), dict[str, Any])
 commlib.load_state_dict(model, commlib.state_dict(model))
