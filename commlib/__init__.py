@@ -3,7 +3,7 @@
 model = commlib.wrap(model, algorithm="allreduce")
 """
 
-from commlib import algorithms, checkpoint, codecs, optim
+from commlib import algorithms, checkpoint, codecs, elastic, optim
 from commlib.checkpoint import Checkpoint
 from commlib.errors import CodecError, CommlibError, ConfigError, LossWarning, PeerFailure, PeerTimeout, TransportError
 from commlib.parallel import WrappedModel
@@ -34,6 +34,7 @@ __all__ = [
     "algorithms",
     "checkpoint",
     "codecs",
+    "elastic",
     "expect_backward",
     "load_state_dict",
     "optim",

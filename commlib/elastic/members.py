@@ -72,6 +72,17 @@ class Members:
         """The number of members in the view of the current round. 1 before the first view."""
         return 1 if self._transport is None else self._transport.world_size
 
+    @property
+    def num_rounds(self) -> int:
+        """The number of rounds that the job has completed; a new member does not begin at 0.
+
+        With an algorithm on gradients, it is the number of synchronised backwards.
+        """
+        if self._sessions is None:
+            return 0
+        with self._sessions.lock:
+            return self._sessions.progress.agreed
+
     def share(self, name: str, stateful: Stateful) -> None:
         """Let new members receive the state of another object, such as a scheduler. Call it before `commlib.wrap`.
 

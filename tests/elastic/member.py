@@ -167,9 +167,8 @@ def train(start: Start) -> None:
     if start.leaves_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: members.leave())
     commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)
-    engine = replica_of(model).engine
-    say(start.name, "entered", engine.gradients.num_rounds, members.world_size)
-    while (number := engine.gradients.num_rounds + 1) <= start.rounds:
+    say(start.name, "entered", members.num_rounds, members.world_size)
+    while (number := members.num_rounds + 1) <= start.rounds:
         if count := start.members_at.get(str(number)):
             while members.view is None or len(members.view.ids) < count:
                 time.sleep(0.002)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import commlib
+from commlib.algorithms.channels import Gradients
 from tests.elastic.job import Job, Template, running
 from tests.elastic.member import batch, make_model
 
@@ -16,6 +18,9 @@ BEFORE = ("forward", "backward", "encode", "collective")
 AFTER = ("complete", "agreed", "optimizer")
 #: The round in which a member is lost, and the number of rounds.
 LOST, ROUNDS = 3, 6
+#: Fewer places, for most algorithms.
+PLACES = ("forward", "collective", "complete", "optimizer")
+FAST = ("allreduce", "bytegrad", "topk", "powersgd")
 
 
 def lose(job: Job, place: str, **options: Any) -> tuple[int, str]:
@@ -40,9 +45,9 @@ def lose(job: Job, place: str, **options: Any) -> tuple[int, str]:
     ("algorithm", "options", "places"),
     [
         ("allreduce", {}, BEFORE + AFTER),
-        ("bytegrad", {}, ("forward", "collective", "complete", "optimizer")),
-        ("topk", {"ratio": 0.1}, ("forward", "collective", "complete", "optimizer")),
-        ("powersgd", {"rank": 2}, ("forward", "collective", "complete", "optimizer")),
+        ("bytegrad", {}, PLACES),
+        ("topk", {"ratio": 0.1}, PLACES),
+        ("powersgd", {"rank": 2}, PLACES),
     ],
 )
 def test_a_lost_member(
@@ -77,3 +82,17 @@ def test_the_mean_is_that_of_who_is_there(template: Template, tmp_path: Path, pl
         optimizer.step()
         scheduler.step()
     assert total == pytest.approx(sum(float(p.detach().double().sum()) for p in model.parameters()), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [name for name in commlib.algorithms.list() if name not in ("auto", *FAST)])
+def test_a_lost_member_with_every_algorithm(template: Template, tmp_path: Path, algorithm: str) -> None:
+    """All algorithms on gradients repeat rounds; the others are refused."""
+    declared = commlib.algorithms.create(algorithm).channel
+    if not isinstance(declared, Gradients):
+        with running(template, tmp_path / "journal") as job:
+            job.start("a", algorithm=algorithm)
+            job.wait("a failed ConfigError")
+        return
+    options = {"warmup_steps": 1} if declared.warmup_steps else {}
+    test_a_lost_member(template, tmp_path, algorithm, options, PLACES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlib.transport import nccl, torch_dist
+from commlib.transport import nccl, ranks
 from commlib.transport.point_to_point import close_connections
 
 CALLS: list[str] = []  # of backends of this process, in order
@@ -89,7 +89,7 @@ def in_place_of_nccl() -> Iterator[None]:
         return Backend(store, rank, timeout, name, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "kind_of_backend", lambda group, device: "nccl")
+        patch.setattr(ranks, "kind_of_backend", lambda group, device: "nccl")
         patch.setattr(nccl, "make", make)
         patch.setattr(nccl, "_mark", lambda device: _Mark())
         yield

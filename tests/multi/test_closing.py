@@ -54,6 +54,8 @@ ELSEWHERE = {
     "sharded models": "of a table; tests/unit/test_weak.py",
     "wrap.alone": "of a table; tests/unit/test_weak.py",
     "membership": "held where a process joins a job; tests/unit/test_membership.py",
+    "view store": "as that of the membership",
+    "elastic sessions": "as that of the membership",
 }
 
 
