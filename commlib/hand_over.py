@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
-from commlib.algorithms.channels import Gradients
+from commlib.algorithms.channels import Gradients, OptimizerState, Weights
 from commlib.engine import optimizers
 from commlib.errors import ConfigError
 from commlib.transport.base import Communication, Communicator
@@ -16,6 +17,7 @@ from commlib.transport.base import Communication, Communicator
 if TYPE_CHECKING:
     from commlib.elastic.members import Stateful
     from commlib.elastic.sessions import Settled
+    from commlib.engine.weights.channel import WeightChannel
     from commlib.replica import Replica
 
 
@@ -23,16 +25,18 @@ def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
     """Check that an algorithm and its options work in an elastic group.
 
     Raises:
-        ConfigError: The algorithm does not average gradients in rounds that can be repeated, or a GradScaler is used.
+        ConfigError: The algorithm has no rounds of all ranks that can be repeated, or a GradScaler is used.
     """
     declared, name = algorithm.channel, algorithm.name
-    if not isinstance(declared, Gradients):
-        raise ConfigError(f"{name} is not supported in an elastic group yet; algorithms on gradients are")
-    if declared.hierarchical:
-        raise ConfigError(f"{name}: hierarchical=True is not supported in an elastic group")
+    if not (isinstance(declared, Gradients | Weights) and declared.keeps_step) or isinstance(declared, OptimizerState):
+        raise ConfigError(f"{name} is not supported in an elastic group: it has no rounds of all ranks")
+    if isinstance(algorithm, Auto):
+        raise ConfigError(f"{name} is not supported in an elastic group; choose the algorithm")
+    if declared.wants_nodes:
+        raise ConfigError(f"{name}: nodes (hierarchical=True) are not supported in an elastic group")
     if not algorithm.can_repeat:
         raise ConfigError(
-            f"{name}: with these options it keeps sums over all members, so it cannot continue without one"
+            f"{name} is not supported in an elastic group with these options: its state depends on other members"
         )
     if is_scaled:
         raise ConfigError("scaler: a GradScaler is not supported in an elastic group")
@@ -79,14 +83,16 @@ class HandOver:
 
     def _state(self) -> dict[str, Any]:
         replica, engine = self._replica, self._replica.engine
+        entering = getattr(engine.channels[-1], "entering", None)  # a round over weights, at the end of a step
         return {
             "model": {name: each.data for name, each in replica.bare.named_parameters()},
             "buffers": dict(replica.bare.named_buffers()),
             "optimizers": [each.state_dict() for each in optimizers.all_of(engine.optimizer)],
             "algorithm": engine.algorithm.shared_state_dict(),
-            "step": engine.counter.step,
-            "num_rounds": engine.gradients.num_rounds,
-            "hook_counts": engine.gradients.backward.hook_counts(),
+            "step": engine.counter.step - (entering is not None),
+            "num_rounds": engine.session.num_rounds,
+            "channels": [channel.state_dict() for channel in engine.channels],
+            "entering": entering,
             "shared": {name: each.state_dict() for name, each in self._shared.items()},
         }
 
@@ -100,8 +106,12 @@ class HandOver:
             optimizer.load_state_dict(its)
         engine.algorithm.load_state_dict({**engine.algorithm.state_dict(), **state["algorithm"]})
         engine.counter.step = state["step"]
-        engine.gradients.reducer.num_rounds = state["num_rounds"]
-        engine.gradients.backward.restore_counts(state["hook_counts"])
+        engine.session.num_rounds = state["num_rounds"]
+        for channel, its in zip(engine.channels, state["channels"], strict=True):
+            channel.load_state_dict(its)
+        if state["entering"] is not None:
+            cast("WeightChannel", engine.channels[-1]).join_round(**state["entering"])
+        engine.gradients.backward.restore_counts(state["channels"][0]["hook_counts"])
         engine.forget_loads()
         for name, each in self._shared.items():
             each.load_state_dict(state["shared"][name])

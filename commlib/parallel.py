@@ -107,6 +107,7 @@ class Parallel:
             ConfigError: The algorithm's rounds require data on every rank.
         """
         replica = _joined(self)
+        replica.engine.session.refuse_if_elastic("join (uneven inputs)")
         if not all(channel.allows_join for channel in replica.engine.channels):
             raise ConfigError(
                 f"join: the rounds of {replica.engine.algorithm.name!r} over weights need every rank, and one that has "

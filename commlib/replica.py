@@ -169,6 +169,7 @@ class Replica:
     def _adopt_parameters(self) -> None:
         """Adopt parameters that were unfrozen, moved, cast or frozen for good. Checks that ranks agree, and replans."""
         engine = self.engine
+        engine.session.refuse_if_elastic("unfreezing, casting or moving parameters")
         self._reshard()
         known = {parameter.name for parameter in engine.parameters} - set(engine.gradients.reducer.frozen())
         parameters = verify.parameters_of(self.bare, self.ignored, known)

@@ -146,11 +146,11 @@ def wrap(
         replica.tuner = _tuner_of(engine, connect, replica)
         extend(model, replica)
         undo.callback(restore_class, model)
-        if members:
-            _enter(members, replica, setup.digest(options))
-        elif init_sync:
+        if init_sync and not members:
             replica.broadcast_model(all_buffers=copies_at_once)
         engine.open(connect)
+        if members:
+            _enter(members, replica, setup.digest(options))
         undo.pop_all()
     return cast("WrappedModel[M]", model)
 
@@ -167,8 +167,8 @@ def _enter(members: Any, replica: Replica, digest: str) -> None:
     """Wait for a view with this member, and receive the state of the job."""
     engine = replica.engine
     engine.session.transport.when_entered = HandOver(replica, members.shared)  # pyright: ignore[reportAttributeAccessIssue]
-    members.begin(engine.gradients.num_rounds, digest)
-    engine.gradients.reducer.enter_as_new()
+    members.begin(engine.session.num_rounds, digest)
+    engine.enter_as_new()
 
 
 def _tuner_of(engine: Engine, connect: Callable[[], Transport], replica: Replica) -> Any:
@@ -357,6 +357,7 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
     """
     replica = replica_of(model)
     engine = replica.engine
+    engine.session.refuse_if_elastic("commlib.set_optimizer")
     engine.check()
     found, error = None, None
     try:

@@ -153,8 +153,8 @@ class Algorithm(Recorded):
         optimizer_type: Class of the optimizer that it requires; None if it works with any optimizer.
         optimizer_kind: Kind of optimizer that `wrap` requires: "sgd", "adam" or "muon"; None if it works with any kind.
             Set by presets.
-        can_repeat: For gradients: whether a round can be repeated with other ranks from its inputs and the saved state,
-            and a rank can join without state of its own. False if state is a sum over the ranks.
+        can_repeat: Whether a round can be repeated with other ranks from its inputs and the saved state, and a rank can
+            join without state of its own. False if state is a sum over ranks, or if not all ranks exchange.
         preset: Name of the preset that it was created from, or "".
         limits: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the
             channel are not listed. Such a use raises a `ConfigError` on all ranks.

@@ -116,6 +116,8 @@ class NeighbourAveraging(Algorithm):
             nodes; every local rank exchanges a part.
     """
 
+    can_repeat = False  # ranks exchange with some others only
+
     def __init__(
         self, topology: str | Topology, mixer: Mixer[Any], *, period: int, overlap: bool, hierarchical: bool
     ) -> None:

@@ -84,6 +84,7 @@ class OuterStep(State):
         self._loaded: dict[str, dict[str, Any]] = {kind: {} for kind in self._kinds}  # until `begin` fills the buckets
         self._has_begun = False  # since the weights were last loaded
         self._optimizer_name: str | None = None  # class of the outer optimizer, once it exists
+        self.same = self._kinds
         self.shaped = () if only_compressed else ("common", "velocity") if momentum and make is None else ("common",)
 
     def has(self, bucket: BucketView) -> bool:

@@ -40,7 +40,9 @@ def open_second_channel(
     if settings.optimizer is None:
         return None
     if isinstance(declared, Weights):
-        own = Session(connect(), session.driver, wants_nodes=declared.wants_nodes, ends_with=session)
+        own = session  # an elastic group has one sequence of rounds
+        if not session.is_elastic:
+            own = Session(connect(), session.driver, wants_nodes=declared.wants_nodes, ends_with=session)
         return WeightChannel(parameters, algorithm, counter, own, session, settings)
     if isinstance(declared, SelfRunning):
         return SelfRunningChannel(parameters, algorithm, counter, session, settings.optimizer)

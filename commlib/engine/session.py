@@ -21,7 +21,7 @@ import torch
 from commlib.engine.modes import in_plain_mode
 from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.task import Task
-from commlib.errors import CommlibError, kept, restated
+from commlib.errors import CommlibError, ConfigError, TransportError, kept, restated
 from commlib.transport.base import Communication, Communicator, Transport
 
 
@@ -36,7 +36,9 @@ class Session:
 
     Attributes:
         comm: The group, as seen by algorithms.
+        num_rounds: Number of rounds that were waited for with `complete`.
         error: The error that ended the session, or None. See [Note: kept errors] in `errors.py`.
+        when_entered: Functions called when the ranks of an elastic group have changed.
         when_ended: Functions called once with that error, each with a copy.
     """
 
@@ -46,8 +48,10 @@ class Session:
         self.transport = transport
         self.driver = driver
         self.comm = Communicator(transport.rank, transport.world_size)
+        self.num_rounds = 0
         self.error: CommlibError | None = None
         self.when_ended: list[Callable[[BaseException], object]] = []
+        self.when_entered: list[Callable[[], object]] = []
         transport.on_failure(self.abandon)
         if ends_with is not None:
             own = weakref.ref(self)
@@ -65,28 +69,51 @@ class Session:
         """Whether the ranks may change between rounds."""
         return self.transport.is_elastic
 
-    def is_agreed(self, number: int, error: Exception) -> bool:
-        """See `Transport.is_agreed`."""
-        return self.transport.is_agreed(number, error)
-
-    def enter(self, number: int | None) -> bool:
-        """Let the ranks of the newest view take part in the next round; return whether they have changed.
-
-        Args:
-            number: The number of the round, from 1; None for a new member, which knows no number yet.
-        """
-        has_changed = self.transport.enter(number)
-        if has_changed:
-            comm, transport = self.comm, self.transport
-            comm.rank, comm.world_size, comm.num_active = transport.rank, transport.world_size, transport.world_size
-        return has_changed
-
-    def agree(self, number: int) -> None:
-        """Agree, in an elastic group, that all ranks have the result of a round. See [Note: agreement].
+    def refuse_if_elastic(self, what: str) -> None:
+        """Raise if the group is elastic, before something that all ranks must do at the same time.
 
         Raises:
-            TransportError: The group has broken. `is_agreed` tells whether the ranks of the next view have it.
+            ConfigError: The group is elastic.
         """
+        if self.is_elastic:
+            raise ConfigError(f"{what} is not supported in an elastic group")
+
+    def enter(self, is_new: bool = False) -> None:
+        """Let the ranks of an elastic group's newest view take part in the next round.
+
+        Args:
+            is_new: Whether this rank is a new member, which does not know the number of the round yet.
+        """
+        if self.transport.enter(None if is_new else self.num_rounds + 1):
+            comm, transport = self.comm, self.transport
+            comm.rank, comm.world_size, comm.num_active = transport.rank, transport.world_size, transport.world_size
+            for follow in self.when_entered:
+                follow()
+
+    def complete(self, wait: Callable[[], object], repeat: Callable[[], object]) -> None:
+        """Wait for a round. In an elastic group, repeat it in each new view until all ranks have its result.
+
+        Args:
+            wait: Waits for the round.
+            repeat: Starts it once more, from its inputs, with the ranks of the newest view.
+
+        Raises:
+            TransportError: The round failed, and the group is not elastic.
+        """
+        number = self.num_rounds + 1
+        while True:
+            try:
+                wait()
+                self._agree(number)
+                break
+            except TransportError as error:
+                if self.transport.is_agreed(number, error):
+                    break
+            repeat()
+        self.num_rounds = number
+
+    def _agree(self, number: int) -> None:
+        """Agree that all ranks have the result of a round. See [Note: agreement]."""
         if self.is_elastic:
             self.transport.note_complete(number)
             self.driver.run(self.transport, [Task(lambda: "the agreement on a round", self._agreement, True, True)])

@@ -46,6 +46,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
         ConfigError: The state has another format, algorithm or model, or was saved with incompatible options, or,
             unless it is the same on all ranks, belongs to another rank or world size. Nothing has changed then.
     """
+    engine.session.refuse_if_elastic("commlib.load_state_dict")
     rank = engine.comm.rank
     formats.check(state, _FORMAT, f"rank {rank}: the saved communication state")
     expected: dict[str, Any] = {"algorithm": engine.algorithm.name}

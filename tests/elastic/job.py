@@ -154,7 +154,7 @@ class Job:
         """Send a signal to a member."""
         os.kill(self._template.pids[name], number)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(self._template)
 
 

@@ -23,10 +23,12 @@ import torch
 
 import commlib
 from commlib import elastic
+from commlib.algorithms.channels import Gradients
 from commlib.elastic.transport import ElasticTransport
 from commlib.engine.gradients.inputs import Inputs
 from commlib.hand_over import HandOver
 from commlib.kernels import native
+from commlib.outputs import tensors_in
 from commlib.replica import replica_of
 
 
@@ -40,7 +42,8 @@ class Start:
         token: The secret.
         algorithm: The name of the algorithm, and its options.
         options: See above.
-        trap: (place, number of the round): there the member prints "at <place>" and waits to be killed.
+        trap: (place, number of the round): there the member prints "at <place>" and waits to be killed. If the place is
+            "", it prints "has <number>" when it has the result of the round.
         rounds: After this many rounds it leaves.
         members_at: Before the round of this number it waits until the view has this many members.
         seed: The seed of its weights.
@@ -80,6 +83,8 @@ class Trap:
     def __init__(self, start: Start, model: Any, optimizer: Any) -> None:
         self._start, self._model = start, model
         place, _ = start.trap
+        if place == "":
+            _before(ElasticTransport, "note_complete", self._has_result)
         if place == "forward":
             model.register_forward_pre_hook(lambda *_: self.here(place))
         elif place == "backward":
@@ -99,8 +104,12 @@ class Trap:
         elif place == "optimizer":
             optimizer.register_step_pre_hook(lambda *_: self.here(place, done=1))
 
+    def _has_result(self) -> None:
+        if replica_of(self._model).engine.session.num_rounds == self._start.trap[1] - 1:
+            say(self._start.name, "has", self._start.trap[1])
+
     def here(self, place: str, done: int = 0) -> None:
-        num_rounds = replica_of(self._model).engine.gradients.num_rounds
+        num_rounds = replica_of(self._model).engine.session.num_rounds
         if place == "take" or num_rounds - done == self._start.trap[1] - 1:
             say(self._start.name, "at", place)
             signal.pause()
@@ -168,6 +177,7 @@ def train(start: Start) -> None:
         signal.signal(signal.SIGTERM, lambda *_: members.leave())
     commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)
     say(start.name, "entered", members.num_rounds, members.world_size)
+    of_weights = not isinstance(made.channel, Gradients)
     while (number := members.num_rounds + 1) <= start.rounds:
         if count := start.members_at.get(str(number)):
             while members.view is None or len(members.view.ids) < count:
@@ -180,6 +190,11 @@ def train(start: Start) -> None:
         time.sleep(start.sleep_s)
         states = [each for state in optimizer.state.values() for each in state.values()]
         tensors = [*model.state_dict().values(), *(each for each in states if isinstance(each, torch.Tensor))]
+        if of_weights:
+            if members.num_rounds < number:  # replicas differ within a period
+                continue
+            shared = lambda: tensors_in(replica_of(model).engine.algorithm.shared_state_dict())  # noqa: E731
+            tensors = [*(shared() if made.channel.in_background else model.parameters())]
         rate, total = optimizer.param_groups[0]["lr"], sum(float(p.detach().double().sum()) for p in model.parameters())
         say(start.name, "round", number, members.world_size, digest(tensors), rate, total)
     members.close()

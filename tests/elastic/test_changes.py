@@ -36,6 +36,25 @@ def test_a_new_member_has_the_weights_of_the_others(template: Template, tmp_path
         assert len({tuple(job.said(name, "round")[-1]) for name in "abcd"}) == 1
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("diloco", {"period": 3, "codec": "int4"}), ("streaming_diloco", {"period": 4, "fragments": 2, "delay": 1})],
+)
+def test_a_new_member_joins_a_round_over_weights(
+    template: Template, tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
+    """It takes part in the round that the others are in, after one step of its own."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"algorithm": algorithm, "options": options, "rounds": ROUNDS}
+        job.start("a", "b", members_at={"1": 2, "4": 3}, **common)
+        job.wait("a round 3", "b round 3")
+        job.start("c", seed=2, **common)
+        job.wait("a left", "b left", "c left")
+        same(job, *"abc")
+        assert min(job.rounds("c")) == 4
+        assert job.said("a", "round")[-1][3] == job.said("c", "round")[-1][3]  # the learning rate
+
+
 @pytest.mark.parametrize("lost", ["donor", "new"])
 def test_a_member_is_lost_while_the_state_is_handed_over(template: Template, tmp_path: Path, lost: str) -> None:
     """A new member receives the state of another one; without the new one, the others go on."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commlib
-from commlib.algorithms.channels import Gradients
+from commlib.algorithms.channels import Weights
 from tests.elastic.job import Job, Template, running
 from tests.elastic.member import batch, make_model
 
@@ -18,27 +18,37 @@ BEFORE = ("forward", "backward", "encode", "collective")
 AFTER = ("complete", "agreed", "optimizer")
 #: The round in which a member is lost, and the number of rounds.
 LOST, ROUNDS = 3, 6
+#: Algorithms that have no rounds of all ranks, or need nodes.
+REFUSED = (
+    *("async_averaging", "async_sgd", "decentralized", "gossip", "hierarchical_local_sgd", "hogwild"),
+    *("low_precision_decentralized", "noloco", "passive_gossip"),
+)
 #: Fewer places, for most algorithms.
 PLACES = ("forward", "collective", "complete", "optimizer")
-FAST = ("allreduce", "bytegrad", "topk", "powersgd")
+FAST = ("allreduce", "bytegrad", "topk", "powersgd", "local_sgd", "diloco", "streaming_diloco")
 
 
 def lose(job: Job, place: str, **options: Any) -> tuple[int, str]:
     """Kill one of four members at a place of a round; return the last round of the others."""
-    common = {"rounds": ROUNDS, "members_at": {"1": 4}, **options}
+    common = {"rounds": ROUNDS, "members_at": {"1": 4}, "trap": ("", LOST), **options}
     job.start("a", "b", **common)
-    job.start("c", trap=(place, LOST), **common)
+    job.start("c", **{**common, "trap": (place, LOST)})
     job.start("d", **common)
     job.wait(f"c at {place}")
+    if place in AFTER:
+        job.wait(f"a has {LOST}", f"b has {LOST}", f"d has {LOST}")
     job.signal("c")
     job.wait("a left", "b left", "d left")
-    found = [job.rounds(name) for name in "abd"]
-    assert all(each == found[0] for each in found), job
-    worlds = [world for world, _ in found[0].values()]
+    found = job.rounds("a")
+    for name in "bd":  # members that enter in a round over weights begin after it
+        rounds = job.rounds(name)
+        assert rounds == {number: found[number] for number in rounds}, job
+        assert max(rounds) == ROUNDS
+    worlds = [world for world, _ in found.values()]
     num_with_it = LOST if place in AFTER else LOST - 1
     assert worlds[:num_with_it] == [4] * num_with_it
     assert worlds[LOST:] == [3] * (ROUNDS - LOST)
-    return found[0][ROUNDS]
+    return found[ROUNDS]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +58,9 @@ def lose(job: Job, place: str, **options: Any) -> tuple[int, str]:
         ("bytegrad", {}, PLACES),
         ("topk", {"ratio": 0.1}, PLACES),
         ("powersgd", {"rank": 2}, PLACES),
+        ("local_sgd", {"period": 2}, PLACES),
+        ("diloco", {"period": 2, "codec": "int4"}, PLACES),
+        ("streaming_diloco", {"period": 4, "fragments": 2, "delay": 1}, PLACES),
     ],
 )
 def test_a_lost_member(
@@ -87,12 +100,13 @@ def test_the_mean_is_that_of_who_is_there(template: Template, tmp_path: Path, pl
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [name for name in commlib.algorithms.list() if name not in ("auto", *FAST)])
 def test_a_lost_member_with_every_algorithm(template: Template, tmp_path: Path, algorithm: str) -> None:
-    """All algorithms on gradients repeat rounds; the others are refused."""
+    """Algorithms without rounds of all ranks are refused."""
     declared = commlib.algorithms.create(algorithm).channel
-    if not isinstance(declared, Gradients):
+    if algorithm in REFUSED:
         with running(template, tmp_path / "journal") as job:
             job.start("a", algorithm=algorithm)
             job.wait("a failed ConfigError")
         return
     options = {"warmup_steps": 1} if declared.warmup_steps else {}
+    options |= {"period": 2} if isinstance(declared, Weights) else {}
     test_a_lost_member(template, tmp_path, algorithm, options, PLACES)

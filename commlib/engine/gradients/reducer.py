@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
 from commlib.engine.session import Session
-from commlib.errors import CommlibError, ConfigError, TransportError
+from commlib.errors import CommlibError, ConfigError
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of
 from commlib.transport.base import Communication
@@ -112,6 +113,8 @@ class Reducer:
         self._may_hold_communicated = False  # until a backward begins
         self._exchange: Background | None = None
         self._snapshot: dict[str, Any] = {}  # the algorithm's state before the round, in an elastic group
+        own = weakref.WeakMethod(self._follow_ranks)
+        session.when_entered.append(lambda: (follow := own()) and follow())
 
     @property
     def buckets(self) -> list[Bucket | EmbeddingBucket]:
@@ -147,9 +150,8 @@ class Reducer:
             with self.session.wholly():
                 self.install(self.search.pending)
 
-    def enter_as_new(self) -> None:
-        """Become a rank of an elastic group, at the beginning of the next round of the others."""
-        self._enter(None)
+    def _follow_ranks(self) -> None:
+        self._set_up(self.bucket_set.dense)
 
     def frozen(self) -> list[str]:
         """Return the names of parameters that are to leave the plan: permanently frozen, and still frozen now."""
@@ -198,7 +200,7 @@ class Reducer:
     def open_round(self, contributes: bool = True) -> GradientRound:
         """Open the round of this backward. `contributes`: whether this rank has data for it."""
         comm, averaging = self.session.comm, self.averaging
-        self._enter(self.num_rounds + 1)
+        self.session.enter()
         if not self.buckets:
             raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
         comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.counter.step
@@ -214,31 +216,19 @@ class Reducer:
             tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.session), True, True))
         return tail
 
-    def _enter(self, number: int | None) -> None:
-        """Follow the newest view, if the group is elastic, before the round of this number (from 1)."""
-        if self.session.enter(number):
-            self._set_up(self.bucket_set.dense)
+    def _wait(self, round_: GradientRound) -> None:
+        round_.wait()
+        self.session.check_streams()
 
-    def _complete(self, round_: GradientRound) -> None:
-        """Wait for a round. In an elastic group, repeat it in each new view until all ranks have its result."""
-        number = self.num_rounds + 1
-        while True:
-            try:
-                round_.wait()
-                self.session.check_streams()
-                self.session.agree(number)
-                return
-            except TransportError as error:
-                if self.session.is_agreed(number, error):
-                    return
-            self.averaging.restore(self._snapshot)
-            self._enter(number)
-            round_.repeat()
+    def _repeat(self, round_: GradientRound) -> None:
+        self.averaging.restore(self._snapshot)
+        self.session.enter()
+        round_.repeat()
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
         start_s, start = time.perf_counter(), self._timer.now()
-        self._complete(round_)
+        self.session.complete(lambda: self._wait(round_), lambda: self._repeat(round_))
         waited = (start, self._timer.now())
         exposed_s = time.perf_counter() - start_s
         self.waited_s += exposed_s

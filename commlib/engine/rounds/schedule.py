@@ -79,18 +79,21 @@ class Schedule:
     Args:
         declared: The algorithm's channel.
         counter: Counts the steps.
+
+    Attributes:
+        take_at: The earliest step at which to take the background round; None without one.
     """
 
     def __init__(self, declared: Weights, counter: StepCounter) -> None:
         self._declared = declared
         self._counter = counter
-        self._take_at: int | None = None  # the earliest step at which to take the background round
+        self.take_at: int | None = None
         self._started_at: int | None = None
 
     @property
     def in_background(self) -> bool:
         """Whether a background round is pending."""
-        return self._take_at is not None
+        return self.take_at is not None
 
     def end_step(self, has_arrived: bool = False) -> StepActions:
         """Return the actions at the end of the last counted step.
@@ -101,15 +104,15 @@ class Schedule:
         step, declared = self._counter.step, self._declared
         if self._counter.ended_warm_up_step:
             return StepActions()
-        is_late_enough = self._take_at is not None and self._take_at <= step
+        is_late_enough = self.take_at is not None and self.take_at <= step
         take = is_late_enough and (has_arrived or not declared.asynchronous)
         if take:
-            self._take_at = None
-        start = self._take_at is None and self._is_due(step)
+            self.take_at = None
+        start = self.take_at is None and self._is_due(step)
         if start:
             self._started_at = step
             if declared.in_background:
-                self._take_at = step + max(1, declared.delay)
+                self.take_at = step + max(1, declared.delay)
         return StepActions(take, start, start and declared.in_background)
 
     def _is_due(self, step: int) -> bool:
@@ -121,5 +124,5 @@ class Schedule:
 
     def drain(self) -> bool:
         """Return whether a background round must be taken now (before saving, evaluation or exit)."""
-        pending, self._take_at = self._take_at is not None, None
+        pending, self.take_at = self.take_at is not None, None
         return pending

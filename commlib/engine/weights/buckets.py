@@ -36,6 +36,7 @@ class WeightBuckets:
     Attributes:
         buckets: Buckets of all parameters except permanently frozen ones.
         holds_weights: Whether the buckets hold weights.
+        carried: Buckets of the current round.
     """
 
     def __init__(self, parameters: Sequence[Parameter], declared: Weights, optimizer: Any, cap_bytes: int) -> None:
@@ -61,7 +62,7 @@ class WeightBuckets:
         self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._declared.in_background else []
         self._moved: dict[int, torch.Tensor] = {}  # per bucket, the squared distance of its last round
-        self._carried: list[Bucket] = []  # buckets of the current round
+        self.carried: list[Bucket] = []
 
     def has_moved(self) -> bool:
         """Return whether parameters were cast or moved to another device since the buckets were made."""
@@ -89,14 +90,21 @@ class WeightBuckets:
         with marks.phase("gather", bucket.describe):
             bucket.load(self._tensors(bucket))
 
-    def begin_round(self, number: int) -> list[Bucket]:
-        """Load and return the buckets of the round with this number, counted from 0."""
-        self._carried = self.buckets[number % self._declared.fragments :: self._declared.fragments]
-        for bucket in self._carried:
+    def begin_round(self, number: int) -> None:
+        """Load the buckets of the round with this number, counted from 0."""
+        self.carried = self.buckets[number % self._declared.fragments :: self._declared.fragments]
+        for bucket in self.carried:
             self.load(bucket)
             if self._copies:
                 self._copies[bucket.index].copy_(bucket.flat)
-        return self._carried
+
+    def reload(self) -> None:
+        """Load the buckets of the current round with the values that they had when it began."""
+        for bucket in self.carried:
+            if self._copies:
+                bucket.flat.copy_(self._copies[bucket.index])
+            else:
+                self.load(bucket)
 
     def take_results(self, num_rounds: int, frozen: frozenset[str]) -> None:
         """Write the results of the round to the tensors.
@@ -105,7 +113,7 @@ class WeightBuckets:
             num_rounds: Number of rounds, including this one.
             frozen: Names of parameters that must not change.
         """
-        for bucket in self._carried:
+        for bucket in self.carried:
             tensors = self._tensors(bucket)
             self._measure(bucket, tensors, num_rounds)
             if self._declared.mixing is None and self._copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,11 @@ class WeightChannel(OpenChannel):
         self._drops_result = False  # whether the round under way is over weights that were replaced
         self._has_loaded_state = False  # since the last step
         self._num_loads = 0  # how often the user has loaded weights
+        self._snapshot: dict[str, Any] = {}  # the algorithm's state before the round, in an elastic group
+        self.entering: dict[str, Any] | None = None  # the round that new members join, while this rank enters a view
         self._follow(parameters)
+        own = weakref.WeakMethod(self._set_up)
+        session.when_entered.append(lambda: (follow := own()) and follow())
 
     @override
     def adopt(self, parameters: Sequence[Parameter]) -> None:
@@ -158,6 +163,8 @@ class WeightChannel(OpenChannel):
         if is_over:
             return
         if due.take_background:
+            if self._round is None:  # of a new member; see `join_round`
+                self._start()
             self._take()
         if due.start:
             self._start()
@@ -270,13 +277,45 @@ class WeightChannel(OpenChannel):
 
     def _start(self) -> None:
         self._follow_freezing()
+        if self.session.is_elastic:
+            self._enter(self.num_started)
         if self.begins:
             self._begin()
         self.session.comm.step = self.num_started
-        carried = self._set.begin_round(self.num_started)
+        self._set.begin_round(self.num_started)
+        if self.session.is_elastic:
+            self._snapshot = self._algorithm.state_dict()
         self.num_started += 1
+        self._launch()
+
+    def _enter(self, number: int) -> None:
+        """Let the ranks of an elastic group's newest view take part in the round of this number, counted from 0."""
+        is_taken = number < self.num_started and self._declared.in_background
+        self.entering = {"number": number, "take_at": self._counter.step if is_taken else None}
+        self.session.enter()
+        self.entering = None
+
+    def _repeat(self) -> None:
+        """Start the round once more, from its inputs, with the ranks of an elastic group's newest view."""
+        self._algorithm.load_state_dict(self._snapshot)
+        self._enter(self.num_started - 1)
+        self._begin()
+        self._set.reload()
+        self._launch()
+
+    def join_round(self, number: int, take_at: int | None) -> None:
+        """Take part, as a new member of an elastic group, in the round that the others are in, after the next step.
+
+        Args:
+            number: The number of the round, counted from 0.
+            take_at: The step at which the others take the result of a background round; None if they begin the round.
+        """
+        self.num_started = self.num_rounds = number
+        self._schedule.take_at = take_at
+
+    def _launch(self) -> None:
         begin = lambda bucket: lambda: self._algorithm.communicate(bucket, self.session.comm)  # noqa: E731
-        tasks = [Task(bucket.describe, begin(bucket)) for bucket in carried]
+        tasks = [Task(bucket.describe, begin(bucket)) for bucket in self._set.carried]
         driver = self.session.driver
         round_ = self._round = Round(self.session.transport, tasks, self._declared.window)
         driver.note_inputs(round_)
@@ -287,17 +326,23 @@ class WeightChannel(OpenChannel):
 
     def _take(self) -> None:
         """Wait for the round under way, and write its result to the tensors."""
-        round_, self._round = self._round, None
-        assert round_ is not None
+        assert self._round is not None
         start_s = time.perf_counter()
-        with marks.phase("wait", round_.describe):
-            self.session.driver.wait(round_)
+        try:
+            with marks.phase("wait", self._round.describe):
+                self.session.complete(self._wait, self._repeat)
+        finally:
+            self._round = None
         self.waited_s += time.perf_counter() - start_s
         self.num_rounds += 1
         is_dropped, self._drops_result = self._drops_result, False
         is_mixed = self._votes is not None and self._votes.are_mixed  # [Note: loaded weights] in `votes.py`
         if not (is_dropped or is_mixed):
             self._set.take_results(self.num_rounds, self._frozen.permanent)
+
+    def _wait(self) -> None:
+        assert self._round is not None
+        self.session.driver.wait(self._round)
 
     def _follow_freezing(self) -> None:
         """Leave out permanently frozen parameters; see [Note: frozen parameters]."""
