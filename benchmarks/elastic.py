@@ -239,8 +239,8 @@ def main() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # imports much on first use
     native.load()
     rows = []
-    for args.algorithm, args.members in itertools.product(args.algorithms.split(","), args.members.split(",")):
-        args.members = int(args.members)
+    for algorithm, count in itertools.product(args.algorithms.split(","), args.members.split(",")):
+        args.algorithm, args.members = algorithm, int(count)
         rows.append(measure_steps(args) if args.static else measure_kills(args))
         print(json.dumps(rows[-1], indent=1), flush=True)
     if args.json:

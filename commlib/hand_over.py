@@ -77,7 +77,7 @@ class HandOver:
             receives = [(agreement.donor, each) for each in tensors] if is_new else []
             yield comm.exchange(sends, receives)
 
-        engine.session.run("handing over the state to new members", send())
+        engine.session.attempt("handing over the state to new members", send())
         if is_new:
             self._load(_put_together(skeleton, tensors))
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from commlib.elastic.store import ViewStore
 from commlib.elastic.views import View
-from commlib.errors import ConfigError, PeerFailure, PeerTimeout
+from commlib.errors import ConfigError, PeerTimeout
 from commlib.transport.connections import connect_all
 from commlib.transport.plain import decode, encode
 from commlib.transport.ranks import Ranks
@@ -71,6 +71,5 @@ class _Introduction:
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
         ids = sorted(self._global_ranks[rank] for rank in suspects)
-        kind = PeerTimeout if isinstance(error, TimeoutError) else PeerFailure
-        how = "did not arrive" if kind is PeerTimeout else "ended"
-        return kind(f"{name_of(self.rank, self._global_ranks)}: {what}: {named(ids)} {how}. Cause: {error}", ids)
+        who = f"{named(ids)} cannot be reached" if ids else "some rank cannot be reached"
+        return PeerTimeout(f"{name_of(self.rank, self._global_ranks)}: {what}: {who}. Cause: {error}", ids)

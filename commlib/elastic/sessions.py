@@ -23,13 +23,15 @@ from commlib.elastic.membership import Membership, ViewOver
 from commlib.elastic.progress import Agreement, Progress, agree
 from commlib.elastic.ranks import ViewRanks
 from commlib.elastic.views import View
-from commlib.errors import CommlibError, StoreLost, TransportError
+from commlib.errors import CommlibError, PeerTimeout, StoreLost, TransportError
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 
 #: How long a member waits for the service to find the cause of a break before it asks for another view, in seconds.
 _UNNOTICED_S = 1.0
+#: How long an aborted communicator stays open, so that its works can end or be abandoned, in seconds.
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,8 @@ class Sessions:
             self._fail(error)
             self._membership.leave()
         finally:
+            if old:
+                time.sleep(_LINGER_S)
             for each in old:
                 each.close()
             if transport is not None and not self._is_settled(transport):
@@ -183,17 +187,21 @@ class Sessions:
 
     def broke(self, settled: Settled, error: Exception) -> None:
         """End the communicator of a view in which a collective failed, at all members, and ask for another view."""
+        _log.debug("elastic: view %d broke: %s", settled.view.number, error)
         settled.transport.abort()
         self._broke(settled.view, error)
 
     def _broke(self, view: View, error: Exception) -> None:
-        """Tell the service which members did not answer; wait for its own observation if that is not known."""
+        """Tell the service which members did not answer; after other errors, wait until it sees the cause itself.
+
+        A member that ended its communicator may only have followed another one, so it is not reported.
+        """
         with self.lock:
             if self._newest is not view:
                 return
             self._broken = view.number
-        if ids := tuple(getattr(error, "ranks", ())):
-            self._tell(view.number, ids)
+        if isinstance(error, PeerTimeout) and error.ranks:
+            self._tell(view.number, tuple(sorted(error.ranks)))
 
     def _tell(self, number: int, ids: tuple[int, ...]) -> None:
         with self.lock:

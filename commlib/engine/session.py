@@ -123,6 +123,11 @@ class Session:
         yield self.comm.all_reduce(torch.zeros(1, device="cpu"))
 
     @in_plain_mode
+    def attempt(self, what: str, communication: Communication) -> None:
+        """Run one communication whose failure does not end the session of an elastic group."""
+        self.driver.run(self.transport, [Task(lambda: what, lambda: communication)])
+
+    @in_plain_mode
     def run(self, what: str, communication: Communication) -> None:
         """Run one communication now and wait for it. `what` names it in errors."""
         self.check()

@@ -26,6 +26,7 @@ from commlib import elastic
 from commlib.algorithms.channels import Gradients
 from commlib.elastic.transport import ElasticTransport
 from commlib.engine.gradients.inputs import Inputs
+from commlib.engine.session import Session
 from commlib.hand_over import HandOver
 from commlib.kernels import native
 from commlib.outputs import tensors_in
@@ -95,6 +96,8 @@ class Trap:
             _after(ElasticTransport, "issue", lambda: self.here(place))
         elif place == "give":
             _before(HandOver, "_state", lambda: self.here(place))
+        elif place == "send":
+            _before(Session, "attempt", lambda: self.here(place))
         elif place == "take":
             _before(HandOver, "_load", lambda: self.here(place))
         elif place == "complete":
