@@ -25,7 +25,7 @@ from types import TracebackType
 from commlib.emulation import hostrun, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess, HostResult, LineHandler
 from commlib.emulation.latency import Forwarder, check_latency, parse_latency
-from commlib.emulation.links import InterfaceCounters, Link, format_rate, parse_rate
+from commlib.emulation.links import OFF_LATENCY, OFF_RATE, InterfaceCounters, Link, format_rate, parse_rate
 from commlib.emulation.netns import Namespace, check_requirements
 from commlib.errors import ConfigError
 
@@ -206,9 +206,9 @@ class EmulatedCluster:
             self._check_forwarder()
             raise
         if not self._has_rates():
-            warnings.warn(f"emulated links are more than 2 % off the requested rate: {self}", stacklevel=2)
+            warnings.warn(f"{OFF_RATE}: {self}", stacklevel=2)
         if not self._has_latency():
-            warnings.warn(f"the emulated round-trip time does not match the requested latency: {self}", stacklevel=2)
+            warnings.warn(f"{OFF_LATENCY}: {self}", stacklevel=2)
         return self._rates
 
     def _measure_latency(self) -> None:

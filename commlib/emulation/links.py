@@ -32,6 +32,10 @@ _QUEUE_BYTES = 16 << 20
 _SENDER_QUEUE_BYTES = 128 << 10
 _CONGESTION = "reno"
 
+#: The beginnings of the warnings of `EmulatedCluster.calibrate`.
+OFF_RATE = "emulated links are more than 2 % off the requested rate"
+OFF_LATENCY = "the emulated round-trip time does not match the requested latency"
+
 
 def parse_rate(rate: str | float | None) -> float | None:
     """Parse a link rate and return it in bit/s.

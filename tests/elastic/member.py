@@ -83,6 +83,8 @@ class Trap:
 
     def __init__(self, start: Start, model: Any, optimizer: Any) -> None:
         self._start, self._model = start, model
+        self.is_released = False
+        signal.signal(signal.SIGUSR1, lambda *_: self.release())
         place, _ = start.trap
         if place == "":
             _before(ElasticTransport, "note_complete", self._has_result)
@@ -111,11 +113,15 @@ class Trap:
         if replica_of(self._model).engine.session.num_rounds == self._start.trap[1] - 1:
             say(self._start.name, "has", self._start.trap[1])
 
+    def release(self) -> None:
+        self.is_released = True
+
     def here(self, place: str, done: int = 0) -> None:
         num_rounds = replica_of(self._model).engine.session.num_rounds
         if place == "take" or num_rounds - done == self._start.trap[1] - 1:
             say(self._start.name, "at", place)
-            signal.pause()
+            while not self.is_released:  # a signal may reach another thread, so it would not always end a pause
+                time.sleep(0.02)
 
 
 def _before(cls: type, method: str, act: Callable[[], None]) -> None:
@@ -175,7 +181,6 @@ def train(start: Start) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     members.share("scheduler", scheduler)
     Trap(start, model, optimizer)
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # ends the pause of a trap
     if start.leaves_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: members.leave())
     commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from commlib.cli import app
 from commlib.emulation import check_latency, silence, synthetic
 from commlib.emulation import experiment as emulation
+from commlib.emulation.links import OFF_LATENCY, OFF_RATE
 from commlib.errors import ConfigError, PeerFailure
 from commlib.network import presets, workloads
 from tests.loopback import MISSING
@@ -22,9 +23,7 @@ SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, 
 
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
 # Warnings of a busy machine are not the subject of these tests.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:emulated links are further than 2 %:UserWarning", "ignore:the emulated round trip is not:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings(f"ignore:{OFF_RATE}:UserWarning", f"ignore:{OFF_LATENCY}:UserWarning")
 
 
 @pytest.mark.slow

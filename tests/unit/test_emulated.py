@@ -24,14 +24,14 @@ from commlib.emulation import (
     netns,
     parse_rate,
 )
-from commlib.emulation.cluster import Link
+from commlib.emulation.links import OFF_RATE, Link
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 from tests.loopback import MISSING
 from tests.waiting import LIMIT_S, Alarm, eventually
 
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason="emulated hosts need " + "; ".join(MISSING))
 _ROOT = Path(__file__).parents[2]
-_MISS = "ignore:emulated links are further than 2 %:UserWarning"
+_MISS = f"ignore:{OFF_RATE}:UserWarning"
 
 
 def _own_names() -> list[str]:

@@ -22,6 +22,7 @@ import pytest
 
 from commlib.emulation import EmulatedCluster, forwarder, latency, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess
+from commlib.emulation.links import OFF_LATENCY, OFF_RATE
 from commlib.errors import ConfigError, TransportError
 from tests.loopback import MISSING
 from tests.waiting import ENDLESS_S, LIMIT_S, eventually
@@ -30,9 +31,7 @@ _MISSING = MISSING or latency.check_latency()
 needs_latency = pytest.mark.skipif(bool(_MISSING), reason="emulated latency needs " + "; ".join(_MISSING))
 _ROOT = Path(__file__).parents[2]
 # This machine may be busy with other tests; the assertions here have their own limits.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:emulated links are further than 2 %:UserWarning", "ignore:the emulated round trip is not:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings(f"ignore:{OFF_RATE}:UserWarning", f"ignore:{OFF_LATENCY}:UserWarning")
 
 
 def _python(code: str) -> list[str]:
