@@ -73,7 +73,7 @@ def restated(error: BaseException, message: str) -> CommlibError:
     """Return a commlib error with another message, of the type and ranks of `error` if that is a `TransportError`."""
     if isinstance(error, _PeerError):
         return type(error)(message, error.ranks)
-    return TransportError(message) if isinstance(error, TransportError) else CommlibError(message)
+    return type(error)(message) if isinstance(error, TransportError) else CommlibError(message)
 
 
 class EarlierTraceback(Exception):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,12 +13,12 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, OptimizerState, Weights
 from commlib.engine import optimizers
 from commlib.errors import ConfigError
+from commlib.transport import plain
 from commlib.transport.base import Communication, Communicator
 
 if TYPE_CHECKING:
     from commlib.elastic.members import Stateful
     from commlib.elastic.sessions import Settled
-    from commlib.engine.weights.channel import WeightChannel
     from commlib.replica import Replica
 
 
@@ -66,7 +67,7 @@ class HandOver:
         comm = Communicator(transport.rank, transport.world_size)
         is_donor, is_new = comm.rank == agreement.donor, comm.rank in agreement.new
         tensors: list[torch.Tensor] = []
-        own = _taken_apart(self._state(), tensors) if is_donor else None
+        own = _without_tensors(self._state(), tensors) if is_donor else None
         described = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors]
         skeleton, layout = transport.gather_objects((own, described))[agreement.donor]
         if is_new:
@@ -79,63 +80,70 @@ class HandOver:
 
         engine.session.attempt("handing over the state to new members", send())
         if is_new:
-            self._load(_put_together(skeleton, tensors))
+            self._load(_with_tensors(skeleton, tensors))
+
+    def check(self) -> None:
+        """Check that the state can be sent.
+
+        Raises:
+            ConfigError: An optimizer, or an object passed to `Members.share`, has state that is neither tensors nor
+                plain values.
+        """
+        plain.encode(_without_tensors(self._state(), []))
 
     def _state(self) -> dict[str, Any]:
-        replica, engine = self._replica, self._replica.engine
-        entering = getattr(engine.channels[-1], "entering", None)  # a round over weights, at the end of a step
+        engine = self._replica.engine
         return {
-            "model": {name: each.data for name, each in replica.bare.named_parameters()},
-            "buffers": dict(replica.bare.named_buffers()),
+            "model": self._tensors(),
             "optimizers": [each.state_dict() for each in optimizers.all_of(engine.optimizer)],
             "algorithm": engine.algorithm.shared_state_dict(),
-            "step": engine.counter.step - (entering is not None),
+            "step": engine.counter.step - any(channel.repeats_step for channel in engine.channels),
             "num_rounds": engine.session.num_rounds,
-            "channels": [channel.state_dict() for channel in engine.channels],
-            "entering": entering,
+            "channels": [channel.state_for_new_member() for channel in engine.channels],
             "shared": {name: each.state_dict() for name, each in self._shared.items()},
         }
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that are communicated, as they are."""
+        named = itertools.chain(self._replica.bare.named_parameters(), self._replica.bare.named_buffers())
+        return {name: each.data for name, each in named if name not in self._replica.ignored}
+
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any]) -> None:
-        replica, engine = self._replica, self._replica.engine
-        for kind, own in (("model", replica.bare.named_parameters()), ("buffers", replica.bare.named_buffers())):
-            for name, each in own:
-                each.data.copy_(state[kind][name])
+        engine = self._replica.engine
+        for name, each in self._tensors().items():
+            each.copy_(state["model"][name])
         for optimizer, its in zip(optimizers.all_of(engine.optimizer), state["optimizers"], strict=True):
             optimizer.load_state_dict(its)
         engine.algorithm.load_state_dict({**engine.algorithm.state_dict(), **state["algorithm"]})
         engine.counter.step = state["step"]
         engine.session.num_rounds = state["num_rounds"]
         for channel, its in zip(engine.channels, state["channels"], strict=True):
-            channel.load_state_dict(its)
-        if state["entering"] is not None:
-            cast("WeightChannel", engine.channels[-1]).join_round(**state["entering"])
-        engine.gradients.backward.restore_counts(state["channels"][0]["hook_counts"])
+            channel.load_as_new_member(its)
         engine.forget_loads()
         for name, each in self._shared.items():
             each.load_state_dict(state["shared"][name])
 
 
-def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return nested data with each tensor replaced by its place in `tensors`, where it is appended."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return ("tensor", len(tensors) - 1)
     if isinstance(value, Mapping):
-        return ("dict", [(key, _taken_apart(each, tensors)) for key, each in value.items()])
+        return ("dict", [(key, _without_tensors(each, tensors)) for key, each in value.items()])
     if isinstance(value, list | tuple):
-        return ("list" if isinstance(value, list) else "tuple", [_taken_apart(each, tensors) for each in value])
+        return ("list" if isinstance(value, list) else "tuple", [_without_tensors(each, tensors) for each in value])
     return ("plain", value)
 
 
-def _put_together(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the data that `_taken_apart` turned into `skeleton` and `tensors`."""
+def _with_tensors(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the data that `_without_tensors` turned into `skeleton` and `tensors`."""
     kind, value = skeleton
     if kind == "tensor":
         return tensors[value]
     if kind == "dict":
-        return {key: _put_together(each, tensors) for key, each in value}
+        return {key: _with_tensors(each, tensors) for key, each in value}
     if kind == "plain":
         return value
-    return (list if kind == "list" else tuple)(_put_together(each, tensors) for each in value)
+    return (list if kind == "list" else tuple)(_with_tensors(each, tensors) for each in value)

@@ -113,11 +113,7 @@ def wrap(
     setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
     copies_at_once = ddp_arguments.copies_buffers_at_once(broadcast_buffers, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
-    if members:
-        connect, error = _to_members(members, setup, timeout), None
-    else:
-        duration, longest, error = _timeouts(timeout, group, setup)
-        connect = functools.partial(TorchTransport, group, setup.device, duration, longest)
+    connect, error = _connector(group, setup, timeout)
     with contextlib.ExitStack() as undo:
         transport = connect()
         undo.callback(transport.close)
@@ -125,7 +121,7 @@ def wrap(
         options["forward_sync_buffers"] = ddp.get("forward_sync_buffers")
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         chosen = setup.agree(transport, options, error)
-        if transport.rank == 0 and transport.world_size > 1:
+        if transport.is_elastic or (transport.rank == 0 and transport.world_size > 1):
             _warn_of_losses(chosen, setup.optimizer, is_copy=isinstance(find(model), Copy))
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         own = copy.deepcopy(chosen)  # its state belongs to this model
@@ -150,25 +146,34 @@ def wrap(
             replica.broadcast_model(all_buffers=copies_at_once)
         engine.open(connect)
         if members:
-            _enter(members, replica, setup.digest(options))
+            _enter(members, replica, setup.digest({**options, "shared": sorted(members.shared)}))
         undo.pop_all()
     return cast("WrappedModel[M]", model)
 
 
-def _to_members(members: Any, setup: SetUp, timeout: Any) -> Callable[[], Transport]:
-    """Return the function that opens an elastic group's communicator, after the checks for such a group."""
+def _connector(group: Any, setup: SetUp, timeout: Any) -> tuple[Callable[[], Transport], Exception | None]:
+    """Return the function that connects the ranks, and an error if `timeout` is invalid.
+
+    Raises:
+        ConfigError: The group is elastic, and the algorithm does not work in such a group.
+    """
+    if not getattr(group, "is_elastic", False):
+        duration, longest, error = _timeouts(timeout, group, setup)
+        return functools.partial(TorchTransport, group, setup.device, duration, longest), error
     if setup.error is None and setup.algorithm is not None:
         check_elastic(setup.algorithm, setup.scaler is not None)
-    limit = timedelta(seconds=members.timeout_s) if timeout is None else as_timedelta(timeout, members, setup.device)
-    return functools.partial(members.open, setup.device, limit.total_seconds())
+    limit = timedelta(seconds=group.timeout_s) if timeout is None else as_timedelta(timeout, group, setup.device)
+    return functools.partial(group.open, setup.device, limit.total_seconds()), None
 
 
 def _enter(members: Any, replica: Replica, digest: str) -> None:
     """Wait for a view with this member, and receive the state of the job."""
-    engine = replica.engine
-    engine.session.transport.when_entered = HandOver(replica, members.shared)  # pyright: ignore[reportAttributeAccessIssue]
-    members.begin(engine.session.num_rounds, digest)
-    engine.enter_as_new()
+    session = replica.engine.session
+    hand_over = HandOver(replica, members.shared)
+    hand_over.check()
+    session.transport.hand_over = hand_over  # pyright: ignore[reportAttributeAccessIssue]
+    members.begin(session.num_rounds, digest)
+    session.enter(is_new=True)
 
 
 def _tuner_of(engine: Engine, connect: Callable[[], Transport], replica: Replica) -> Any:

@@ -1,5 +1,6 @@
 """Groups whose ranks come and go: members, numbered views of them, and the service that numbers the views."""
 
 from commlib.elastic.members import Members, join
+from commlib.errors import Excluded, StoreLost
 
-__all__ = ["Members", "join"]
+__all__ = ["Excluded", "Members", "StoreLost", "join"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from commlib.elastic.membership import Membership
-from commlib.elastic.progress import Progress
 from commlib.elastic.sessions import Sessions
 from commlib.elastic.transport import ElasticTransport
 from commlib.elastic.views import Join, Joining, View
@@ -78,10 +78,7 @@ class Members:
 
         With an algorithm on gradients, it is the number of synchronised backwards.
         """
-        if self._sessions is None:
-            return 0
-        with self._sessions.lock:
-            return self._sessions.progress.agreed
+        return 0 if self._sessions is None else self._sessions.num_agreed
 
     def share(self, name: str, stateful: Stateful) -> None:
         """Let new members receive the state of another object, such as a scheduler. Call it before `commlib.wrap`.
@@ -90,12 +87,12 @@ class Members:
         dicts of them.
 
         Raises:
-            ConfigError: The name is taken, or a model is wrapped already.
+            ConfigError: The name is taken, or a model was wrapped before.
         """
-        if name in self.shared or self._sessions is not None:
-            raise ConfigError(
-                f"share: {name!r} is taken" if name in self.shared else "share: call it before commlib.wrap"
-            )
+        if name in self.shared:
+            raise ConfigError(f"share: {name!r} is taken")
+        if self._is_ready:
+            raise ConfigError("share: call it before commlib.wrap")
         self.shared[name] = stateful
 
     def leave(self) -> None:
@@ -119,13 +116,13 @@ class Members:
         """Return the communicator of the job's model. It has one rank until it enters a view.
 
         Raises:
-            ConfigError: Another model is wrapped already, or the model is not on the CPU.
+            ConfigError: Another model was wrapped before, or the model is not on the CPU.
         """
-        if self._sessions is not None:
-            raise ConfigError("elastic: these members already train a wrapped model; join once for each model")
+        if self._is_ready:
+            raise ConfigError("elastic: these members have trained a model already; join again for another one")
         if device.type != "cpu":
             raise ConfigError(f"elastic groups take models on the CPU; this one is on {device}")
-        self._sessions = Sessions(self._membership, Progress(), timeout_s)
+        self._sessions = Sessions(self._membership, timeout_s)
         self._transport = ElasticTransport(self._sessions)
         return self._transport
 
@@ -137,12 +134,10 @@ class Members:
             model: A digest of the model and the options, which must be the same on all members.
         """
         assert self._sessions is not None
-        sessions = self._sessions
-        with sessions.lock:
-            sessions.progress.agreed, sessions.progress.model = rounds, model
+        self._sessions.begin(rounds, model)
         self._is_ready = True
         if (view := self._membership.view) is not None:
-            sessions.follow(view)
+            self._sessions.follow(view)
         elif (joining := self._membership.joining) is not None:
             self._membership.ready(joining.number)
 
@@ -188,8 +183,11 @@ def join(
         StoreLost: The service did not answer in time.
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    for what, value in (("heartbeat_s", heartbeat_s), ("timeout", timeout_s), ("min_members", min_members)):
-        if not value > 0:
-            raise ConfigError(f"join: {what}: expected a positive number, got {value!r}")
+    for what, value in (("heartbeat_s", heartbeat_s), ("timeout", timeout_s)):
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"join: {what}: expected a positive number of seconds, got {value!r}")
+    if not (isinstance(min_members, int) and min_members > 0):
+        raise ConfigError(f"join: min_members: expected a positive integer, got {min_members!r}")
     secret = token.encode() if isinstance(token, str) else token
-    return Members(address, secret, Join(name or "", "", "", min_members, heartbeat_s, standby), timeout_s)
+    request = Join(name or "", "", "", int(min_members), float(heartbeat_s), bool(standby))
+    return Members(address, secret, request, timeout_s)

@@ -93,7 +93,7 @@ class Membership:
         self._joining: Joining | None = None
         self._store: ViewStore | None = None
         self._error: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._has_left = False
         self._socket: socket.socket | None = None
         self._sender: Any = None
         self._wire: Wire | None = None
@@ -185,13 +185,14 @@ class Membership:
         self._send(Suspect(number, ids))
 
     def leave(self) -> None:
-        """Leave. The others do not wait for this member any more. Safe in a signal handler."""
+        """Leave for good. The others do not wait for this member any more. Safe in a signal handler."""
+        self._has_left = True
         if self._changed.acquire(blocking=False):
             try:
                 self._send(Leave())
             finally:
                 self._changed.release()
-        else:  # the signal has interrupted a message of this thread, or another thread sends one
+        else:  # another thread sends a message, or waits
             self._end_connection()
 
     def close(self) -> None:
@@ -228,6 +229,9 @@ class Membership:
                     self._fail(ConfigError(f"the service at {self.address} has another token"))
                     return
                 _log.debug("elastic: the connection to the service at %s ended: %s", self.address, error)
+            if self._has_left:
+                self._fail(Excluded("this member has left the job"))
+                return
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -309,7 +313,7 @@ class Membership:
         _log.info("elastic: view %d of %d members: %s", view.number, len(view.ids), message.reason)
         with self._changed:
             self._view, self._min_members = view, message.min_members
-            self._store = ViewStore(lambda key, value: self._send(Put(view.number, key, value)))
+            self._store = ViewStore(lambda key, value: self._send(Put(view.number, key, value)), self._timeout_s)
             self._changed.notify_all()
         self._on_view(view)
 

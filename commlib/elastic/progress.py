@@ -21,14 +21,14 @@ class Progress:
         agreed: The last round of which it knows that all members had the result.
         complete: The last round of which it has the result, and the number of the view in which that round ran.
         is_new: Whether it has not received the state yet.
-        may_give: Whether its state counts nevertheless: it was there when the job began.
+        has_initial_state: Whether it was a member when the job began, so that the job may begin with its state.
         model: A digest of its model and options.
     """
 
     agreed: int = 0
     complete: tuple[int, int] = (0, 0)
     is_new: bool = True
-    may_give: bool = False
+    has_initial_state: bool = False
     model: str = ""
 
     def follow(self, agreement: Agreement) -> None:
@@ -43,14 +43,14 @@ class Progress:
         """Note that this member has the state."""
         self.is_new, self.agreed = False, agreement.agreed
 
-    def said(self) -> dict[str, Any]:
-        """Return a plain value for the other members."""
+    def as_plain(self) -> dict[str, Any]:
+        """Return a plain value, to be sent to the other members."""
         return asdict(self)
 
     @staticmethod
-    def told(value: Mapping[str, Any]) -> Progress:
-        """Return the progress that `said` turned into `value`."""
-        return Progress(value["agreed"], tuple(value["complete"]), value["is_new"], value["may_give"], value["model"])
+    def of_plain(value: Mapping[str, Any]) -> Progress:
+        """Return the progress that `as_plain` turned into `value`."""
+        return Progress(**{**value, "complete": tuple(value["complete"])})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def agree(members: Sequence[Progress], rank: int) -> Agreement:
     """
     new = [each for each, member in enumerate(members) if member.is_new]
     old = [each for each, member in enumerate(members) if not member.is_new]
-    givers = old or [each for each in new if members[each].may_give]
+    givers = old or [each for each in new if members[each].has_initial_state]
     if not givers:
         raise CommlibError(
             "elastic: all members that had the state of the job are gone. Start the job again from a checkpoint: all "

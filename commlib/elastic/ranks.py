@@ -21,18 +21,17 @@ from commlib.transport.rendezvous import Met, name_of, named
 
 
 class ViewRanks(Ranks):
-    """The members of a view as the ranks of one of its communicators, in the order of the view.
+    """The members of a view as the ranks of its communicator, in the order of the view.
 
     Args:
         view: The view.
         own_id: This member's id.
         store: The keys of the view.
-        name: The communicator, the same on all members.
     """
 
-    def __init__(self, view: View, own_id: int, store: ViewStore, name: str) -> None:
+    def __init__(self, view: View, own_id: int, store: ViewStore) -> None:
         self.rank, self.global_ranks = view.ids.index(own_id), view.ids
-        self._view, self._store, self._name = view, store, name
+        self._view, self._store = view, store
 
     @override
     def kind_of_backend(self, device: torch.device) -> str:
@@ -42,25 +41,25 @@ class ViewRanks(Ranks):
 
     @override
     def meet(self, timeout_s: float, last_word: bytes) -> Met:
-        introduction = _Introduction(self, self._view.members[self.rank].address, self._store, self._name, timeout_s)
+        introduction = _Introduction(self, self._view.members[self.rank].address, self._store, timeout_s)
         made, accepted = connect_all(introduction, last_word)
-        return Met(f"{self._view.key}/{self._name}", dist.PrefixStore(self._name, self._store), made, accepted)
+        return Met(self._view.key, self._store, made, accepted)
 
 
 class _Introduction:
     """See `connections.Introduction`."""
 
-    def __init__(self, ranks: ViewRanks, address: str, store: ViewStore, name: str, timeout_s: float) -> None:
+    def __init__(self, ranks: ViewRanks, address: str, store: ViewStore, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = ranks.rank, len(ranks.global_ranks), timeout_s
         self._global_ranks, self._address = ranks.global_ranks, address
-        self._store, self._name, self._turns = store, name, itertools.count()
+        self._store, self._turns = store, itertools.count()
 
     def local_address(self) -> str:
         return self._address
 
     def gather_objects(self, value: Any) -> list[Any]:
         turn = next(self._turns)
-        keys = [f"{self._name}/told/{turn}/{rank}" for rank in range(self.world_size)]
+        keys = [f"introduction/{turn}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], encode(value))
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))

@@ -3,8 +3,8 @@
 [Note: settling] A thread of its own *settles* each view as it arrives: it ends the communicator of the view before,
 which ends the round under way, connects the members, and compares their progress. So a member that evaluates or saves
 takes part at once. If a newer view arrives, the keys of the older one end, and its thread with them. The training
-thread takes the newest settled view when it begins a round, or when a round has failed. The progress that the others
-are told can no longer change: from the arrival of a view on, no round of an earlier view becomes complete.
+thread takes the newest settled view when it begins a round, or when a round has failed. From the arrival of a view on,
+no round of an earlier view becomes complete on this member, so the progress that it has sent stays true.
 """
 
 from __future__ import annotations
@@ -59,49 +59,45 @@ class Sessions:
 
     Args:
         membership: This member.
-        progress: The rounds of this member. Changed only with `lock`.
         timeout_s: How long a collective, the set-up of a view and a new view may take, in seconds.
-
-    Attributes:
-        lock: Held to read and change `progress`.
     """
 
-    def __init__(self, membership: Membership, progress: Progress, timeout_s: float) -> None:
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.progress = progress
-        self.lock = locks.condition("elastic sessions")
         self._membership = membership
+        self._progress = Progress()
+        self._changed = locks.condition("elastic sessions")
         self._newest: View | None = None  # received, not necessarily settled
         self._settled: Settled | None = None
         self._error: BaseException | None = None
-        self._broken: int | None = None  # the number of a view that broke, until the service is told
+        self._broken: int | None = None  # the number of a view that broke, until it is reported
         self._old: list[TorchTransport] = []
 
     # --- views, on their threads ------------------------------------------------------------------------------------
 
     def follow(self, view: View) -> None:
         """Begin to settle a view. Called on the thread of the membership."""
-        with self.lock:
+        with self._changed:
             if self._newest is not None and self._newest.number >= view.number:
                 return
             self._newest, self._broken = view, None
-            self.progress.may_give |= view.began == view.number
+            self._progress.has_initial_state |= view.began == view.number
             before, self._settled = self._settled, None
             if before is not None:
                 self._old.append(before.transport)
-            self.lock.notify_all()
+            self._changed.notify_all()
         threading.Thread(target=self._settle, args=(view,), name=f"commlib view {view.number}", daemon=True).start()
 
     def _settle(self, view: View) -> None:
         began_s = time.monotonic()
-        with self.lock:
+        with self._changed:
             old, self._old = self._old, []
         for transport in old:
             transport.abort()
         transport = None
         try:
             store = self._membership.store_of(view)
-            ranks = ViewRanks(view, self._membership.me.id, store, "gradients")
+            ranks = ViewRanks(view, self._membership.me.id, store)
             transport = TorchTransport(ranks, torch.device("cpu"), timedelta(seconds=self.timeout_s))
             self._publish(view, transport, began_s)
         except (ViewOver, dist.DistStoreError):
@@ -121,18 +117,17 @@ class Sessions:
                 transport.close()
 
     def _publish(self, view: View, transport: TorchTransport, began_s: float) -> None:
-        with self.lock:
+        with self._changed:
             if self._newest is not view:
                 return
-            said = self.progress.said()
-        told = [Progress.told(each) for each in transport.gather_objects(said)]
-        agreement = agree(told, transport.rank)
-        with self.lock:
+            own = self._progress.as_plain()
+        agreement = agree([Progress.of_plain(each) for each in transport.gather_objects(own)], transport.rank)
+        with self._changed:
             if self._newest is not view:
                 return
-            self.progress.follow(agreement)
+            self._progress.follow(agreement)
             self._settled = Settled(view, transport, agreement)
-            self.lock.notify_all()
+            self._changed.notify_all()
         self._membership.settled(view.number)
         _log.info(
             "elastic: view %d is connected after %.3f s; round %d is complete",
@@ -142,14 +137,14 @@ class Sessions:
         )
 
     def _is_settled(self, transport: TorchTransport) -> bool:
-        with self.lock:
+        with self._changed:
             found = [self._settled.transport] if self._settled is not None else []
             return any(each is transport for each in [*found, *self._old])
 
     def _fail(self, error: BaseException) -> None:
-        with self.lock:
+        with self._changed:
             self._error = self._error or error
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     # --- the training thread ----------------------------------------------------------------------------------------
 
@@ -163,17 +158,17 @@ class Sessions:
         """
         began_s = time.monotonic()
         while True:
-            with self.lock:
+            with self._changed:
                 self._check()
                 found = self._settled
                 is_paused = found is not None and len(found.view.members) < self._membership.min_members
                 if found is not None and found.view.number > after and not is_paused:
                     return found
                 broken = self._broken
-                self.lock.wait(_UNNOTICED_S / 4)
+                self._changed.wait(_UNNOTICED_S / 4)
             waited_s = time.monotonic() - began_s
             if broken is not None and waited_s > _UNNOTICED_S:
-                self._tell(broken, ())
+                self._report(broken, ())
             if waited_s > self.timeout_s and not is_paused:
                 raise StoreLost(
                     f"no view after number {after} was settled within {self.timeout_s:g} s; the service at "
@@ -192,34 +187,64 @@ class Sessions:
         self._broke(settled.view, error)
 
     def _broke(self, view: View, error: Exception) -> None:
-        """Tell the service which members did not answer; after other errors, wait until it sees the cause itself.
+        """Report the members that did not answer; after other errors, wait until the service finds the cause.
 
         A member that ended its communicator may only have followed another one, so it is not reported.
         """
-        with self.lock:
+        with self._changed:
             if self._newest is not view:
                 return
             self._broken = view.number
         if isinstance(error, PeerTimeout) and error.ranks:
-            self._tell(view.number, tuple(sorted(error.ranks)))
+            self._report(view.number, tuple(sorted(error.ranks)))
 
-    def _tell(self, number: int, ids: tuple[int, ...]) -> None:
-        with self.lock:
+    def _report(self, number: int, ids: tuple[int, ...]) -> None:
+        with self._changed:
             if self._broken != number:
                 return
             self._broken = None
         self._membership.suspect(ids, number)
 
-    def is_current(self, settled: Settled) -> bool:
-        """Return whether no newer view has arrived. The lock is held."""
-        return self._newest is settled.view
+    # --- progress, from the training thread -------------------------------------------------------------------------
+
+    @property
+    def num_agreed(self) -> int:
+        """The last round of which this member knows that all members had the result."""
+        with self._changed:
+            return self._progress.agreed
+
+    def begin(self, rounds: int, model: str) -> None:
+        """Set the rounds of the loaded state, and the digest of the model. Before the first view is followed."""
+        with self._changed:
+            self._progress.agreed, self._progress.model = rounds, model
+
+    def entered(self, settled: Settled) -> None:
+        """Note that this member has the state of the job, and takes part in the next round of a view."""
+        with self._changed:
+            self._progress.enter(settled.agreement)
+
+    def complete(self, number: int, settled: Settled) -> None:
+        """Note that this member has the result of a round that ran in a view.
+
+        Raises:
+            ViewOver: A newer view has arrived. The progress that its members were sent does not change.
+        """
+        with self._changed:
+            if self._newest is not settled.view:
+                raise ViewOver(f"view {settled.view.number} ended before round {number}")
+            self._progress.complete = (number, settled.view.number)
+
+    def agreed(self, number: int) -> None:
+        """Note that all members of the view have the result of a round."""
+        with self._changed:
+            self._progress.agreed = number
 
     def close(self) -> None:
         """End the communicators. Idempotent."""
-        with self.lock:
+        with self._changed:
             found, self._settled = self._settled, None
             old, self._old = self._old, []
             self._error = self._error or CommlibError("the model was unwrapped")
-            self.lock.notify_all()
+            self._changed.notify_all()
         for each in [*old, *([found.transport] if found else [])]:
             each.close()

@@ -11,22 +11,20 @@ from typing_extensions import override
 
 from commlib import locks
 
-#: How long `get` waits, in seconds. A newer view ends the wait.
-_LIMIT = timedelta(seconds=300)
-
 
 class ViewStore(dist.Store):
     """Keys and values of one view, which the service relays to all of its members.
 
-    A key is set once, by one member. Values arrive in the members' own threads, so reading asks nobody.
+    A key is set once, by one member. The service sends it to the others, so reads are local.
 
     Args:
         put: Sends a key and a value to the service.
+        timeout_s: How long a read waits for a key, in seconds. A newer view ends the wait.
     """
 
-    def __init__(self, put: Callable[[str, bytes], None]) -> None:
+    def __init__(self, put: Callable[[str, bytes], None], timeout_s: float) -> None:
         super().__init__()
-        self._put = put
+        self._put, self._limit = put, timedelta(seconds=timeout_s)
         self._values: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._changed = locks.condition("view store")
@@ -58,7 +56,7 @@ class ViewStore(dist.Store):
 
     @override
     def get(self, key: str) -> bytes:
-        self.wait([key], _LIMIT)
+        self.wait([key])
         return self._values[key]
 
     @override
@@ -68,13 +66,14 @@ class ViewStore(dist.Store):
         return all(key in self._values for key in keys)
 
     @override
-    def wait(self, keys: Sequence[str], timeout: timedelta = _LIMIT) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        limit_s = (timeout or self._limit).total_seconds()
         with self._changed:
             is_there = self._changed.wait_for(
-                lambda: self._has_ended or all(key in self._values for key in keys), timeout.total_seconds()
+                lambda: self._has_ended or all(key in self._values for key in keys), limit_s
             )
         if self._has_ended:
             raise dist.DistStoreError("the view is over")
         if not is_there:
             missing = [key for key in keys if key not in self._values]
-            raise dist.DistStoreError(f"no member set {missing} within {timeout.total_seconds():g} s")
+            raise dist.DistStoreError(f"no member set {missing} within {limit_s:g} s")

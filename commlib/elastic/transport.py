@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from commlib.elastic.membership import ViewOver
 from commlib.errors import CommlibError, ConfigError, PeerFailure, TransportError
 from commlib.transport.base import EndedError, Nodes, Request, Transport, Work
 from commlib.transport.torch_dist import TorchTransport
@@ -25,14 +24,14 @@ class ElasticTransport(Transport):
         sessions: Makes the communicators of each view.
 
     Attributes:
-        when_entered: Called by `enter` with each view, on the training thread, before the round. Collective over the
+        hand_over: Called by `enter` with each view, on the training thread, before the round. Collective over the
             view's members.
     """
 
     is_elastic = True
 
     def __init__(self, sessions: Sessions) -> None:
-        self.when_entered: Callable[[Settled], None] = lambda settled: None
+        self.hand_over: Callable[[Settled], None] = lambda settled: None
         self._sessions = sessions
         self._settled: Settled | None = None
         self._inner: TorchTransport | None = None
@@ -112,13 +111,12 @@ class ElasticTransport(Transport):
             self._inner, self._settled = settled.transport, settled
             has_changed = True
             try:
-                self.when_entered(settled)
+                self.hand_over(settled)
             except TransportError as error:
                 self._sessions.broke(settled, error)
                 after = settled.view.number
                 continue
-            with self._sessions.lock:
-                self._sessions.progress.enter(settled.agreement)
+            self._sessions.entered(settled)
             if number is not None and settled.agreed != number - 1:
                 raise CommlibError(
                     f"this member is before round {number} and the others have agreed on round {settled.agreed}. This "
@@ -129,15 +127,11 @@ class ElasticTransport(Transport):
     @override
     def note_complete(self, number: int) -> None:
         assert self._settled is not None
-        with self._sessions.lock:
-            if not self._sessions.is_current(self._settled):
-                raise ViewOver(f"view {self._settled.view.number} ended before round {number}")
-            self._sessions.progress.complete = (number, self._settled.view.number)
+        self._sessions.complete(number, self._settled)
 
     @override
     def note_agreed(self, number: int) -> None:
-        with self._sessions.lock:
-            self._sessions.progress.agreed = number
+        self._sessions.agreed(number)
 
     @override
     def is_agreed(self, number: int, error: Exception) -> bool:

@@ -129,6 +129,19 @@ class OpenChannel(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Load the return value of `state_dict`. The keeper's state has already been loaded."""
 
+    @property
+    def repeats_step(self) -> bool:
+        """Whether new members of an elastic group must make the last counted step, because they join its round."""
+        return False
+
+    def state_for_new_member(self) -> dict[str, Any]:
+        """Return the channel's own state for new members of an elastic group, while this rank enters their view."""
+        return self.state_dict()
+
+    def load_as_new_member(self, state: Mapping[str, Any]) -> None:
+        """Load the return value of `state_for_new_member`. The keeper's state has already been loaded."""
+        self.load_state_dict(state)
+
     @abstractmethod
     def close(self) -> None:
         """Close the channel; parameters and gradients do not change. Idempotent."""

@@ -325,10 +325,6 @@ class Engine(Observer):
             raise ConfigError("synchronize(optimizer=True): commlib.wrap was given no optimizer")
         optimizer_state.synchronize(self.session, self.optimizer, self.parameters)
 
-    def enter_as_new(self) -> None:
-        """Become a rank of an elastic group, when the others begin a round. See `Transport.enter`."""
-        self.session.enter(is_new=True)
-
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:
         """Track weights that the user loads in the block."""

@@ -27,16 +27,17 @@ def local_address(store: Any) -> str:
             return address_of(interface)
     address = _default_address(store)
     if interface:
-        _tell_of_missing(interface, address)
+        _warn_of_missing(interface, address)
     return address
 
 
-@functools.cache  # once for each
-def _tell_of_missing(interface: str, address: str) -> None:
+@functools.cache  # once for each pair
+def _warn_of_missing(interface: str, address: str) -> None:
     _log.warning(
         "GLOO_SOCKET_IFNAME=%s: this host has no such interface with an IPv4 address, so commlib uses %s; "
         "`ip -brief address` lists the interfaces",
-        *(interface, address),
+        interface,
+        address,
     )
 
 

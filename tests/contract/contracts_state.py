@@ -159,8 +159,12 @@ def contract_refused_state(subject: Subject) -> None:
 
 
 def contract_state_dict_is_plain(subject: Subject) -> None:
-    """The state is a copy, of tensors, numbers and strings: `torch.load(weights_only=True)` reads it, and resumes."""
+    """The state is a copy, of tensors, numbers and strings: `torch.load(weights_only=True)` reads it, and resumes.
+
+    It also declares which entries are the same on all ranks, so that new members of an elastic group receive these.
+    """
     whole = subject.start().steps(5)
+    _check_same(subject, whole.engine.algorithm)
     saved = saved_of(whole)
     live = commlib.state_dict(whole.model)
     before = copy.deepcopy(live)
@@ -274,6 +278,26 @@ def entries(kinds: dict[str, Any]) -> Iterator[tuple[str, str, int, Tensor]]:
     for kind, pieces in kinds.items():
         for name, (start, piece) in pieces.items():
             yield kind, name, start, piece
+
+
+def _check_same(subject: Subject, algorithm: Any) -> None:
+    """Check that `State.same` lists the entries that are the same on all ranks, as far as they are not zero."""
+    if not (subject.channel.has_rounds and subject.channel.keeps_step and algorithm.can_repeat):
+        return  # refused in elastic groups
+    of_ranks = gathered(algorithm.state_dict())
+    for kind, own in of_ranks[0].items():
+        is_same = all(_is_same(each[kind], own) for each in of_ranks)
+        if kind in algorithm.shared_state_dict():
+            assert is_same, f"{kind} differs between ranks"
+        else:
+            assert not is_same or not _has_values(own), f"{kind} is the same on all ranks"
+
+
+def _has_values(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return bool(state.any())
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return any(map(_has_values, parts))
 
 
 def _assert_same_owed(after: dict[str, Tensor], before: dict[str, Tensor]) -> None:

@@ -54,6 +54,7 @@ class Start:
         timeout_s: The timeout of `join`.
         heartbeat_s: The heartbeats of `join`.
         leaves_on_sigterm: Whether a handler of SIGTERM calls `leave`.
+        shares_scheduler: Whether new members receive the state of the scheduler.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Start:
     timeout_s: float = 60.0
     heartbeat_s: float = 60.0
     leaves_on_sigterm: bool = False
+    shares_scheduler: bool = True
 
 
 def say(*words: object) -> None:
@@ -78,68 +80,69 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
+#: Places at which a trap stops a member before a method runs, or after it.
+_BEFORE: dict[str, tuple[type, str]] = {
+    "encode": (Inputs, "keep"),
+    "give": (HandOver, "_state"),
+    "send": (Session, "attempt"),
+    "take": (HandOver, "_load"),
+    "complete": (ElasticTransport, "note_complete"),
+    "agreed": (ElasticTransport, "note_agreed"),
+}
+_AFTER: dict[str, tuple[type, str]] = {"collective": (ElasticTransport, "issue")}
+
+
 class Trap:
     """Stops the member at one place of one round."""
 
     def __init__(self, start: Start, model: Any, optimizer: Any) -> None:
         self._start, self._model = start, model
-        self.is_released = False
-        signal.signal(signal.SIGUSR1, lambda *_: self.release())
+        self._is_released = False
+        signal.signal(signal.SIGUSR1, lambda *_: self._release())
         place, _ = start.trap
+        stop = lambda *_: self._stop()  # noqa: E731
         if place == "":
-            _before(ElasticTransport, "note_complete", self._has_result)
-        if place == "forward":
-            model.register_forward_pre_hook(lambda *_: self.here(place))
+            _insert(ElasticTransport, "note_complete", before=self._say_it_has_the_result)
+        elif place == "forward":
+            model.register_forward_pre_hook(stop)
         elif place == "backward":
-            model[-1].weight.register_hook(lambda _: self.here(place))
-        elif place == "encode":
-            _before(Inputs, "keep", lambda: self.here(place))
-        elif place == "collective":
-            _after(ElasticTransport, "issue", lambda: self.here(place))
-        elif place == "give":
-            _before(HandOver, "_state", lambda: self.here(place))
-        elif place == "send":
-            _before(Session, "attempt", lambda: self.here(place))
-        elif place == "take":
-            _before(HandOver, "_load", lambda: self.here(place))
-        elif place == "complete":
-            _before(ElasticTransport, "note_complete", lambda: self.here(place))
-        elif place == "agreed":
-            _before(ElasticTransport, "note_agreed", lambda: self.here(place))
+            model[-1].weight.register_hook(stop)
         elif place == "optimizer":
-            optimizer.register_step_pre_hook(lambda *_: self.here(place, done=1))
+            optimizer.register_step_pre_hook(lambda *_: self._stop(done=1))
+        elif place in _BEFORE:
+            _insert(*_BEFORE[place], before=stop)
+        else:
+            _insert(*_AFTER[place], after=stop)
 
-    def _has_result(self) -> None:
-        if replica_of(self._model).engine.session.num_rounds == self._start.trap[1] - 1:
+    @property
+    def _num_rounds(self) -> int:
+        return replica_of(self._model).engine.session.num_rounds
+
+    def _say_it_has_the_result(self) -> None:
+        if self._num_rounds == self._start.trap[1] - 1:
             say(self._start.name, "has", self._start.trap[1])
 
-    def release(self) -> None:
-        self.is_released = True
+    def _release(self) -> None:
+        self._is_released = True
 
-    def here(self, place: str, done: int = 0) -> None:
-        num_rounds = replica_of(self._model).engine.session.num_rounds
-        if place == "take" or num_rounds - done == self._start.trap[1] - 1:
+    def _stop(self, done: int = 0) -> None:
+        place, number = self._start.trap
+        if place == "take" or self._num_rounds - done == number - 1:
             say(self._start.name, "at", place)
-            while not self.is_released:  # a signal may reach another thread, so it would not always end a pause
+            while not self._is_released:  # a signal may reach another thread, so it would not always end a pause
                 time.sleep(0.02)
 
 
-def _before(cls: type, method: str, act: Callable[[], None]) -> None:
+def _insert(
+    cls: type, method: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> None:
+    """Run functions before and after a method of a class."""
     real = getattr(cls, method)
 
     def run(*args: Any) -> Any:
-        act()
-        return real(*args)
-
-    setattr(cls, method, run)
-
-
-def _after(cls: type, method: str, act: Callable[[], None]) -> None:
-    real = getattr(cls, method)
-
-    def run(*args: Any) -> Any:
+        before()
         result = real(*args)
-        act()
+        after()
         return result
 
     setattr(cls, method, run)
@@ -179,7 +182,8 @@ def train(start: Start) -> None:
         else made.optimizer_type(model.parameters(), lr=0.05)  # type: ignore[call-arg]
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    members.share("scheduler", scheduler)
+    if start.shares_scheduler:
+        members.share("scheduler", scheduler)
     Trap(start, model, optimizer)
     if start.leaves_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: members.leave())

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import commlib
+from commlib.algorithms.channels import Weights
 from tests.elastic.job import Job, Template, running
+from tests.elastic.test_rounds import REFUSED
 
 ROUNDS = 7
 
@@ -71,6 +74,23 @@ def test_a_member_is_lost_while_the_state_is_handed_over(
         left = [each for each in "abc" if each != lost]
         job.wait(*(f"{each} left" for each in left))
         same(job, *left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [name for name in commlib.algorithms.list() if name not in ("auto", *REFUSED)])
+def test_a_new_member_with_every_algorithm(template: Template, tmp_path: Path, algorithm: str) -> None:
+    """It continues with the bits of the others, so it has received all state that is the same on all ranks."""
+    declared = commlib.algorithms.create(algorithm).channel
+    options: dict[str, Any] = {"warmup_steps": 1} if declared.warmup_steps else {}
+    options |= {"period": 2} if isinstance(declared, Weights) and algorithm != "streaming_diloco" else {}
+    options |= {"period": 4, "fragments": 2, "delay": 1} if algorithm == "streaming_diloco" else {}
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"algorithm": algorithm, "options": options, "rounds": ROUNDS}
+        job.start("a", "b", members_at={"1": 2, "4": 3}, **common)
+        job.wait("a round 3", "b round 3")
+        job.start("c", seed=2, **common)
+        job.wait("a left", "b left", "c left")
+        same(job, *"abc")
 
 
 def test_a_stopped_member_is_excluded(template: Template, tmp_path: Path) -> None:
@@ -137,6 +157,14 @@ def test_a_member_with_another_model_is_refused(template: Template, tmp_path: Pa
         job.start("c", width=32)
         job.wait("c failed ConfigError", "a left", "b left")
         same(job, "a", "b")
+
+
+def test_a_member_that_shares_other_objects_is_refused(template: Template, tmp_path: Path) -> None:
+    with running(template, tmp_path / "journal") as job:
+        job.start("a", rounds=ROUNDS, members_at={"4": 2})
+        job.wait("a round 3")
+        job.start("b", shares_scheduler=False)
+        job.wait("b failed ConfigError", "a left")
 
 
 def test_nobody_has_the_state(template: Template, tmp_path: Path) -> None:

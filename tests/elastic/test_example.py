@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commlib.elastic.registry import Rules
 from commlib.elastic.service import Service
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually
 
 _ROOT = Path(__file__).parents[2]
 
@@ -42,8 +42,8 @@ class Example:
     def close(self) -> None:
         """Kill the process."""
         self.process.kill()
-        self.process.wait()
-        self._reading.join()
+        self.process.wait(LIMIT_S)
+        self._reading.join(LIMIT_S)
 
 
 def test_the_example(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_example(tmp_path: Path) -> None:
         for each in members:
             each.close()
         service.stop()
-        serving.join()
+        serving.join(LIMIT_S)
     assert [each.process.returncode for each in members] == [0, -9, 0], printed()
     found = re.search(r"test accuracy (\S+)", printed())
     assert found is not None, printed()

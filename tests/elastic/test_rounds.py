@@ -76,7 +76,7 @@ def test_a_lost_member(
 
 
 @pytest.mark.parametrize("place", ["collective", "agreed"])
-def test_the_mean_is_that_of_who_is_there(template: Template, tmp_path: Path, place: str) -> None:
+def test_the_mean_is_over_the_remaining_members(template: Template, tmp_path: Path, place: str) -> None:
     """The weights are those of one process that computes the mean of the members' gradients."""
     with running(template, tmp_path / "journal") as job:
         lose(job, place)

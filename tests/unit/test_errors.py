@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from commlib import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
-from commlib.errors import EarlierTraceback, kept, without_frames
+from commlib.errors import EarlierTraceback, Excluded, StoreLost, kept, without_frames
 
 
 @pytest.mark.parametrize("kind", [CommlibError, ConfigError, CodecError, TransportError, PeerTimeout, PeerFailure])
@@ -89,3 +89,8 @@ def test_an_error_that_was_never_raised_has_no_earlier_traceback() -> None:
 def test_what_is_kept_of_other_errors_is_commlibs(error: Exception, kind: type[Exception], words: str) -> None:
     found = kept(error)
     assert (type(found), str(found)) == (kind, words)
+
+
+@pytest.mark.parametrize("error", [Excluded("out"), StoreLost("away"), TransportError("lost")])
+def test_a_kept_error_of_the_transport_has_its_class(error: TransportError) -> None:
+    assert type(kept(error)) is type(error)

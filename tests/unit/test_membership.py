@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from commlib import elastic
 from commlib.elastic.membership import Membership
 from commlib.elastic.registry import Rules
 from commlib.elastic.service import MOST_UNKNOWN, Service
@@ -300,3 +301,32 @@ def test_status_shows_the_members(command):
     assert found.returncode == 0, found.stderr
     assert "view 1 of 1 members" in found.stdout
     assert "me" in found.stdout
+
+
+def test_the_last_member_leaves(serving):
+    """It is not taken back, although its view would wait for it."""
+    members = job(serving, 2)
+    members[1].close()
+    assert eventually(lambda: len(members[0].view.ids) == 1)
+    members[0].leave()
+    with pytest.raises(Excluded, match="has left the job"):
+        members[0].wait_newer(99)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"min_members": 1.5}, "min_members: expected a positive integer"),
+        ({"min_members": 0}, "min_members: expected a positive integer"),
+        ({"heartbeat_s": 0}, "heartbeat_s: expected a positive number"),
+        ({"timeout": float("inf")}, "timeout: expected a positive number"),
+    ],
+)
+def test_arguments_of_join(options, match):
+    with pytest.raises(ConfigError, match=match):
+        elastic.join("127.0.0.1:1", **options)
+
+
+def test_whole_numbers_of_seconds(serving):
+    with elastic.join(serving.address, token=TOKEN, heartbeat_s=60, timeout=60) as members:
+        assert members.name

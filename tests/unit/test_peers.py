@@ -198,7 +198,7 @@ def test_warnings_about_ranks(changes, expected):
 
 def test_a_missing_interface_is_logged_once(monkeypatch, caplog):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch7,lo")
-    addresses._tell_of_missing.cache_clear()
+    addresses._warn_of_missing.cache_clear()
     expected = addresses._default_address(None)
     assert [addresses.local_address(None) for _ in range(2)] == [expected] * 2
     (line,) = caplog.messages

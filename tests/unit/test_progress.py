@@ -43,7 +43,7 @@ def test_new_members_receive_the_state_of_the_first_old_one():
 
 
 def test_at_the_beginning_the_member_with_most_rounds_gives_its_state():
-    members = [Progress(may_give=True), Progress(agreed=7, may_give=True), Progress(agreed=9)]
+    members = [Progress(has_initial_state=True), Progress(agreed=7, has_initial_state=True), Progress(agreed=9)]
     found = agree(members, 0)
     assert (found.donor, found.new, found.agreed) == (1, (0, 2), 7)
 
@@ -103,8 +103,8 @@ def run_views(choose):
                 break
         if len(members) > 1:
             members.pop(choose.choice(sorted(members)))
-        told = [Progress.told(member.said()) for member in members.values()]
-        agreement = agree(told, 0)
+        received = [Progress.of_plain(member.as_plain()) for member in members.values()]
+        agreement = agree(received, 0)
         for member in members.values():
             if agreement.agreed > member.agreed:
                 ran_in = member.complete[1]

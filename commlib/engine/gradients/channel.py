@@ -210,6 +210,11 @@ class GradientChannel(OpenChannel):
         self.reducer.num_rounds = int(state["num_rounds"])
         self._has_loaded_state = True
 
+    @override
+    def load_as_new_member(self, state: Mapping[str, Any]) -> None:
+        self.load_state_dict(state)
+        self.backward.restore_counts(state["hook_counts"])
+
     def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
         """Install a plan from a checkpoint, without recording. None installs the initial plan and settles it."""
         with self.session.wholly():

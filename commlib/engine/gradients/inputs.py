@@ -10,19 +10,10 @@ from commlib.engine.buckets.bucket import Bucket
 
 
 class Inputs:
-    """Copies of the dense buckets of one model, one set of buffers for all rounds.
-
-    Attributes:
-        nbytes: The size of the copies, in bytes.
-    """
+    """Copies of the dense buckets of one model, one set of buffers for all rounds."""
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """See above."""
-        return sum(kept.nbytes for kept in self._kept.values())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Create the buffers for the buckets of a plan."""

@@ -69,7 +69,7 @@ class WeightChannel(OpenChannel):
         self._has_loaded_state = False  # since the last step
         self._num_loads = 0  # how often the user has loaded weights
         self._snapshot: dict[str, Any] = {}  # the algorithm's state before the round, in an elastic group
-        self.entering: dict[str, Any] | None = None  # the round that new members join, while this rank enters a view
+        self._entering: int | None = None  # the round, while this rank enters a view
         self._follow(parameters)
         own = weakref.WeakMethod(self._set_up)
         session.when_entered.append(lambda: (follow := own()) and follow())
@@ -163,7 +163,7 @@ class WeightChannel(OpenChannel):
         if is_over:
             return
         if due.take_background:
-            if self._round is None:  # of a new member; see `join_round`
+            if self._round is None:  # on a new member, which joins a background round when its result is due
                 self._start()
             self._take()
         if due.start:
@@ -213,6 +213,23 @@ class WeightChannel(OpenChannel):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"num_weight_rounds": self.num_started}
+
+    @property
+    @override
+    def repeats_step(self) -> bool:
+        return self._entering is not None
+
+    @override
+    def state_for_new_member(self) -> dict[str, Any]:
+        if self._entering is None:
+            return {**self.state_dict(), "take_at": None}
+        is_due = self._entering < self.num_started and self._declared.in_background
+        return {"num_weight_rounds": self._entering, "take_at": self._counter.step if is_due else None}
+
+    @override
+    def load_as_new_member(self, state: Mapping[str, Any]) -> None:
+        self.load_state_dict(state)
+        self._schedule.take_at = state["take_at"]
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,10 +307,9 @@ class WeightChannel(OpenChannel):
 
     def _enter(self, number: int) -> None:
         """Let the ranks of an elastic group's newest view take part in the round of this number, counted from 0."""
-        is_taken = number < self.num_started and self._declared.in_background
-        self.entering = {"number": number, "take_at": self._counter.step if is_taken else None}
+        self._entering = number
         self.session.enter()
-        self.entering = None
+        self._entering = None
 
     def _repeat(self) -> None:
         """Start the round once more, from its inputs, with the ranks of an elastic group's newest view."""
@@ -302,16 +318,6 @@ class WeightChannel(OpenChannel):
         self._begin()
         self._set.reload()
         self._launch()
-
-    def join_round(self, number: int, take_at: int | None) -> None:
-        """Take part, as a new member of an elastic group, in the round that the others are in, after the next step.
-
-        Args:
-            number: The number of the round, counted from 0.
-            take_at: The step at which the others take the result of a background round; None if they begin the round.
-        """
-        self.num_started = self.num_rounds = number
-        self._schedule.take_at = take_at
 
     def _launch(self) -> None:
         begin = lambda bucket: lambda: self._algorithm.communicate(bucket, self.session.comm)  # noqa: E731
