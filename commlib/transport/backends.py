@@ -19,7 +19,7 @@ import torch.distributed.nn.functional  # noqa: F401 (see [Note: exit])
 from torch.distributed import distributed_c10d as c10d
 
 from commlib import locks
-from commlib.transport.base import AllToAll, EndedError, Exchange, Request
+from commlib.transport.base import AllToAll, EndedError, Exchange, Request, Work
 from commlib.transport.lifelines import Lifelines, Peer, Word
 from commlib.transport.point_to_point import GlooExchanges, close_connections, is_better_exchanged
 
@@ -33,6 +33,18 @@ _MERCY_S = 0.3
 _STUCK_S = 0.3
 #: The length of one wait for a Gloo work, between checks whether it was abandoned.
 _SLICE = timedelta(seconds=0.1)
+
+
+class _Done:
+    """A work that is already complete."""
+
+    def wait(self) -> None: ...
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+DONE: Work = _Done()
 
 
 class TorchWork:
@@ -272,6 +284,12 @@ class Connections:
             connection.abort()
         if self.lifelines is not None:
             self.lifelines.ring()  # so that stuck works are abandoned later
+
+    def wait_for_ends(self) -> None:
+        """Wait until all works have ended or are abandoned, after `abort`. See [Note: stuck works]."""
+        deadline = time.monotonic() + _DRAIN_S
+        while any(each.under_way() for each in self.by_group.values()) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _are_peers_well(self) -> bool:
         return self.lifelines is None or not (self.lifelines.has_broken or self.lifelines.lost())

@@ -8,8 +8,8 @@ from typing import Any
 from typing_extensions import override
 
 from commlib.errors import TransportError
+from commlib.transport.backends import DONE
 from commlib.transport.base import Communicator, Nodes, Request, Transport, Work, is_own
-from commlib.transport.torch_dist import DONE
 
 
 class SimulatedTransport(Transport):

@@ -20,7 +20,7 @@ from commlib.errors import CommlibError, ConfigError, PeerFailure, PeerTimeout, 
 from commlib.transport import lifelines as lifelines_
 from commlib.transport import nccl
 from commlib.transport.addresses import local_address
-from commlib.transport.backends import Connection, Connections, TorchWork, attend, options
+from commlib.transport.backends import DONE, Connection, Connections, TorchWork, attend, options
 from commlib.transport.base import (
     AllGather,
     AllReduce,
@@ -54,18 +54,6 @@ _DIAGNOSIS_S = 2.0
 _CONTROL = "control"
 #: The largest encoded value that a rank may contribute at set-up, in bytes.
 _MOST_BYTES = 1 << 30
-
-
-class _Done:
-    """A work that is already complete."""
-
-    def wait(self) -> None: ...
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        callback()
-
-
-DONE: Work = _Done()
 
 
 class TorchTransport(Transport):
@@ -427,6 +415,10 @@ class TorchTransport(Transport):
         if self._lifelines is not None:
             self._lifelines.give_up()
         self._connections.abort()
+
+    def wait_for_ends(self) -> None:
+        """Wait until no work writes to its tensors any more, after `abort`."""
+        self._connections.wait_for_ends()
 
     @override
     def close(self) -> None:

@@ -83,10 +83,10 @@ class Template:
         self.news.wait_for(lambda: False, 1.0)
 
     def clear(self) -> None:
-        """Kill all members, and forget what they said."""
+        """Kill all members and their children, and forget what they said."""
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
         assert eventually(lambda: not any(map(_is_running, self.pids.values())))
         self.pids.clear()
         self.lines.clear()

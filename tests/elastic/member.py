@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import commlib
 from commlib import elastic
@@ -31,6 +32,7 @@ from commlib.hand_over import HandOver
 from commlib.kernels import native
 from commlib.outputs import tensors_in
 from commlib.replica import replica_of
+from tests.waiting import LIMIT_S
 
 
 @dataclasses.dataclass
@@ -55,6 +57,9 @@ class Start:
         heartbeat_s: The heartbeats of `join`.
         leaves_on_sigterm: Whether a handler of SIGTERM calls `leave`.
         shares_scheduler: Whether new members receive the state of the scheduler.
+        samples: The size of a dataset that a sampler draws from. 0: batches depend on the name and the round.
+        checkpoint: A file that the member loads before `wrap` if it exists, and writes after its last round.
+        forks_child: Whether it forks a process that survives it.
     """
 
     name: str
@@ -73,6 +78,9 @@ class Start:
     heartbeat_s: float = 60.0
     leaves_on_sigterm: bool = False
     shares_scheduler: bool = True
+    samples: int = 0
+    checkpoint: str = ""
+    forks_child: bool = False
 
 
 def say(*words: object) -> None:
@@ -107,6 +115,8 @@ class Trap:
             model.register_forward_pre_hook(stop)
         elif place == "backward":
             model[-1].weight.register_hook(stop)
+        elif place == "last gradient":
+            model[0].weight.register_hook(stop)
         elif place == "optimizer":
             optimizer.register_step_pre_hook(lambda *_: self._stop(done=1))
         elif place in _BEFORE:
@@ -161,6 +171,31 @@ def batch(name: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 32, generator=data), torch.randint(0, 10, (8,), generator=data)
 
 
+def batches(start: Start, members: elastic.Members) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches without end. Those of a sampler are printed as "drew <round> <epoch> <indices>"."""
+    if not start.samples:
+        while True:
+            yield batch(start.name, members.num_rounds + 1)
+    data = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(start.samples, 32, generator=data), torch.randint(10, (start.samples,), generator=data)
+    dataset = TensorDataset(torch.arange(start.samples), inputs, labels)
+    sampler = elastic.Sampler(dataset, 2, members)
+    loader = members.loader(DataLoader(dataset, batch_sampler=sampler, num_workers=1))
+    yield inputs, labels  # the sampler is made before `wrap`
+    while True:
+        epoch = sampler.epoch
+        for indices, *rest in loader:
+            say(start.name, "drew", members.num_rounds + 1, epoch, *indices.tolist())
+            yield rest[0], rest[1]
+
+
+def fork_child(name: str) -> None:
+    if (pid := os.fork()) == 0:
+        time.sleep(LIMIT_S)
+        os._exit(0)
+    say(f"{name}-child", "pid", pid)
+
+
 def train(start: Start) -> None:
     torch.manual_seed(start.seed)
     members = elastic.join(
@@ -184,17 +219,23 @@ def train(start: Start) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     if start.shares_scheduler:
         members.share("scheduler", scheduler)
+    data = batches(start, members)
+    next(data)
+    if start.checkpoint and os.path.exists(start.checkpoint):
+        members.load_state_dict(torch.load(start.checkpoint))
     Trap(start, model, optimizer)
     if start.leaves_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: members.leave())
     commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)
     say(start.name, "entered", members.num_rounds, members.world_size)
+    if start.forks_child:
+        fork_child(start.name)
     of_weights = not isinstance(made.channel, Gradients)
     while (number := members.num_rounds + 1) <= start.rounds:
         if count := start.members_at.get(str(number)):
             while members.view is None or len(members.view.ids) < count:
                 time.sleep(0.002)
-        inputs, labels = batch(start.name, number)
+        inputs, labels = next(data)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
@@ -209,8 +250,10 @@ def train(start: Start) -> None:
             tensors = [*(shared() if made.channel.in_background else model.parameters())]
         rate, total = optimizer.param_groups[0]["lr"], sum(float(p.detach().double().sum()) for p in model.parameters())
         say(start.name, "round", number, members.world_size, digest(tensors), rate, total)
+    if start.checkpoint:
+        torch.save(members.state_dict(), start.checkpoint)
     members.close()
-    say(start.name, "left")
+    say(start.name, "left", *(f"{name}={value}" for name, value in commlib.stats(model).as_dict().items()))
 
 
 def main() -> None:
@@ -233,6 +276,7 @@ def main() -> None:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
+        os.setpgid(pid, pid)  # with the workers of its DataLoader
         say(start.name, "pid", pid)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +76,68 @@ def test_a_lost_member(
     assert ends[True] != ends[False]
 
 
+def test_a_member_is_lost_while_another_is_in_backward(template: Template, tmp_path: Path) -> None:
+    """The round fails there before the algorithm has begun with all buckets."""
+    ends = []
+    for trap in (("last gradient", LOST), ("", LOST)):
+        with running(template, tmp_path / f"journal {trap[0]}") as job:
+            common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}, "algorithm": "powersgd"}
+            job.start("a", **{**common, "trap": trap})
+            job.start("b", **{**common, "trap": ("collective", LOST)})
+            job.start("c", **common)
+            job.wait("b at collective", *([f"a at {trap[0]}"] if trap[0] else []))
+            job.signal("b")
+            job.wait("c log elastic: view 4")
+            job.signal("a", signal.SIGUSR1)
+            job.wait("a left", "c left")
+            assert job.rounds("a") == job.rounds("c")
+            assert "repeated_rounds=1" in job.said("a", "left")[0]
+            ends.append(job.rounds("a"))
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("place", ["collective", "agreed"])
 def test_the_mean_is_over_the_remaining_members(template: Template, tmp_path: Path, place: str) -> None:
     """The weights are those of one process that computes the mean of the members' gradients."""
     with running(template, tmp_path / "journal") as job:
         lose(job, place)
         total = float(job.said("a", "round")[-1][4])
+    assert total == pytest.approx(_trained(LOST + 1 if place in AFTER else LOST, "abd"), abs=1e-4)
+
+
+def test_two_members_are_lost_in_one_round(template: Template, tmp_path: Path) -> None:
+    """The second one while the others repeat the round without the first one."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 4}}
+        job.start("a", **common)
+        job.start("b", "c", **{**common, "trap": ("collective", LOST)})
+        job.start("d", **common)
+        job.wait("b at collective", "c at collective")
+        job.signal("b")
+        job.wait("a log elastic: view 5", "d log elastic: view 5")
+        job.signal("c")
+        job.wait("a left", "d left")
+        assert "repeated_rounds=2" in job.said("a", "left")[0]
+        assert job.rounds("a") == job.rounds("d")
+        total = float(job.said("a", "round")[-1][4])
+    assert total == pytest.approx(_trained(LOST, "ad"), abs=1e-4)
+
+
+def _trained(lost_from: int, remaining: str) -> float:
+    """Return the sum of the weights after all rounds, of which those from `lost_from` on have the remaining members."""
     torch.manual_seed(0)
     model = make_model(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     for number in range(1, ROUNDS + 1):
-        with_it = number < LOST or (number == LOST and place in AFTER)
-        names = "abcd" if with_it else "abd"
+        names = "abcd" if number < lost_from else remaining
         optimizer.zero_grad()
         for name in names:
             inputs, labels = batch(name, number)
             (torch.nn.functional.cross_entropy(model(inputs), labels) / len(names)).backward()
         optimizer.step()
         scheduler.step()
-    assert total == pytest.approx(sum(float(p.detach().double().sum()) for p in model.parameters()), abs=1e-4)
+    return sum(float(p.detach().double().sum()) for p in model.parameters())
 
 
 @pytest.mark.slow

@@ -10,18 +10,29 @@ from commlib.engine.buckets.bucket import Bucket
 
 
 class Inputs:
-    """Copies of the dense buckets of one model, one set of buffers for all rounds."""
+    """Copies of the dense buckets of one model, one set of buffers for all rounds.
+
+    A round can fail before the algorithm has begun with all buckets. The others are unchanged and have no copy.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._predivisors: dict[int, float] = {}  # of the buckets that were copied in this round
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Create the buffers for the buckets of a plan."""
-        self._kept = {bucket.index: torch.empty_like(bucket.payload) for bucket in buckets}
+        self._buffers = {bucket.index: torch.empty_like(bucket.payload) for bucket in buckets}
+        self._predivisors = {}
+
+    def begin_round(self) -> None:
+        """Forget the values of the last round."""
+        self._predivisors.clear()
 
     def keep(self, bucket: Bucket) -> None:
-        """Copy the values and the flags of a bucket, before the algorithm changes them."""
-        self._kept[bucket.index].copy_(bucket.payload)
+        """Copy the values and the flags of a bucket, before the algorithm changes them for the first time."""
+        if bucket.index not in self._predivisors:
+            self._buffers[bucket.index].copy_(bucket.payload)
+            self._predivisors[bucket.index] = bucket.predivisor
 
     def restore(self, buckets: Sequence[Bucket], predivisor: float) -> None:
         """Copy the values back.
@@ -31,6 +42,11 @@ class Inputs:
             predivisor: The divisor that gathered gradients have in the group as it is now.
         """
         for bucket in buckets:
-            bucket.payload.copy_(self._kept[bucket.index])
-            if bucket.predivisor != predivisor:
-                bucket.flat.mul_(bucket.predivisor / predivisor)
+            before = self._predivisors.get(bucket.index)
+            if before is None:
+                before = bucket.predivisor
+            else:
+                bucket.payload.copy_(self._buffers[bucket.index])
+            if before != predivisor:
+                bucket.flat.mul_(before / predivisor)
+            bucket.predivisor = predivisor

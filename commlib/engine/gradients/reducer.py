@@ -205,6 +205,7 @@ class Reducer:
             raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
         comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.counter.step
         if self.inputs is not None:
+            self.inputs.begin_round()
             self._snapshot = averaging.snapshot()
         return GradientRound(
             self.buckets, averaging.current, self.session, self._tail, averaging.loss_scale, self.inputs

@@ -15,6 +15,7 @@ from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.task import Round, Task
 from commlib.engine.session import Session
+from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision, sparse_sum
 from commlib.transport.base import Communication
 
@@ -179,7 +180,11 @@ class GradientRound:
             ConfigError: The loss scale differs between ranks.
         """
         if self._loss_scale is not None and self._last is not None:
-            self._loss_scale.take(self._last.flags[-NUM_LEVELS:])
+            try:
+                self._loss_scale.take(self._last.flags[-NUM_LEVELS:])
+            except ConfigError:
+                self._round.transport.part()
+                raise
         divisor = self._algorithm.divisor(self._comm)
         is_used: list[bool] | None = None
         start = 0
