@@ -1,13 +1,14 @@
-"""The state that new members of an elastic group receive from one of the others, at the beginning of a round."""
+"""The state that new members of an elastic group receive from one of the others, and that its checkpoints contain."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commlib import formats
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, OptimizerState, Weights
@@ -17,9 +18,12 @@ from commlib.transport import plain
 from commlib.transport.base import Communication, Communicator
 
 if TYPE_CHECKING:
-    from commlib.elastic.members import Stateful
+    from commlib.elastic.members import Members
+    from commlib.elastic.positions import Positions
     from commlib.elastic.sessions import Settled
     from commlib.replica import Replica
+
+_FORMAT = 1
 
 
 def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
@@ -44,32 +48,40 @@ def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
 
 
 class HandOver:
-    """Sends the state of a member to new members. Called on the training thread of every member of a view.
+    """The state of an elastic job: of the model, its optimizers, the algorithm, and objects of the user.
 
     Args:
         replica: The wrapped model.
-        shared: Further objects of the user, by name.
+        members: The members, with the objects that new members receive in addition.
     """
 
-    def __init__(self, replica: Replica, shared: Mapping[str, Stateful]) -> None:
-        self._replica, self._shared = replica, shared
+    def __init__(self, replica: Replica, members: Members) -> None:
+        self._replica, self._shared, self._samplers = replica, members.shared, members.samplers
 
     def __call__(self, settled: Settled) -> None:
-        """Send or receive the state, if the view has new members. Collective.
+        """Send or receive the state, if the view has new members, and agree on the positions of samplers.
+
+        Collective. Called on the training thread of every member of a view.
 
         Raises:
             TransportError: A member was lost. The state of new members is undefined until the next call.
         """
         agreement, engine = settled.agreement, self._replica.engine
-        if not agreement.new:
+        if not (agreement.new or self._samplers):
             return
         transport = engine.session.transport
         comm = Communicator(transport.rank, transport.world_size)
-        is_donor, is_new = comm.rank == agreement.donor, comm.rank in agreement.new
+        is_donor, is_new = bool(agreement.new) and comm.rank == agreement.donor, comm.rank in agreement.new
         tensors: list[torch.Tensor] = []
         own = _without_tensors(self._state(), tensors) if is_donor else None
         described = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors]
-        skeleton, layout = transport.gather_objects((own, described))[agreement.donor]
+        positions = [each.positions for each in self._samplers]
+        drawn = [(each.end, each.last_epoch) for each in positions]
+        of_all = transport.gather_objects((own, described, drawn))
+        _agree_on_positions(positions, [each for _, _, each in of_all], comm, agreement.new)
+        if not agreement.new:
+            return
+        skeleton, layout, _ = of_all[agreement.donor]
         if is_new:
             tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in layout]
 
@@ -81,6 +93,43 @@ class HandOver:
         engine.session.attempt("handing over the state to new members", send())
         if is_new:
             self._load(_with_tensors(skeleton, tensors))
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of rounds that this member has completed."""
+        return self._replica.engine.session.num_rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, with references to tensors. Local."""
+        return {
+            **formats.stamp(_FORMAT),
+            "algorithm_name": self._replica.engine.algorithm.name,
+            **self._state(),
+            "samplers": [each.state_dict() for each in self._samplers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a checkpoint, before this member has entered a view.
+
+        Raises:
+            ConfigError: It has another format, or is of another algorithm or model, or of other objects.
+        """
+        formats.check(state, _FORMAT, "the checkpoint of an elastic job")
+        engine = self._replica.engine
+        own = {name: list(each.shape) for name, each in self._tensors().items()}
+        theirs = {name: list(each.shape) for name, each in state["model"].items()}
+        for what, expected, found in (
+            ("algorithm", engine.algorithm.name, state["algorithm_name"]),
+            ("tensors", own, theirs),
+            ("optimizers", len(optimizers.all_of(engine.optimizer)), len(state["optimizers"])),
+            ("shared objects", sorted(self._shared), sorted(state["shared"])),
+            ("samplers", len(self._samplers), len(state["samplers"])),
+        ):
+            if found != expected:
+                raise ConfigError(f"the checkpoint of an elastic job has the {what} {found!r}, expected {expected!r}")
+        self._load(state)
+        for each, its in zip(self._samplers, state["samplers"], strict=True):
+            each.load_state_dict(its)
 
     def check(self) -> None:
         """Check that the state can be sent.
@@ -123,6 +172,16 @@ class HandOver:
         engine.forget_loads()
         for name, each in self._shared.items():
             each.load_state_dict(state["shared"][name])
+
+
+def _agree_on_positions(
+    positions: Sequence[Positions], drawn: Sequence[Sequence[tuple[int, int]]], comm: Communicator, new: Sequence[int]
+) -> None:
+    """Continue samplers in a view. `drawn`: for each rank and sampler, the end and the epoch of its draws."""
+    for number, each in enumerate(positions):
+        of_old = [ends[number] for rank, ends in enumerate(drawn) if rank not in new]
+        base, epoch = max(end for end, _ in of_old), max(epoch for _, epoch in of_old)
+        each.admit(base, epoch, comm.rank, comm.world_size, new)
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

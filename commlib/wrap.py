@@ -146,7 +146,8 @@ def wrap(
             replica.broadcast_model(all_buffers=copies_at_once)
         engine.open(connect)
         if members:
-            _enter(members, replica, setup.digest({**options, "shared": sorted(members.shared)}))
+            options["shared"] = [*sorted(members.shared), *(each.settings for each in members.samplers)]
+            _enter(members, replica, setup.digest(options))
         undo.pop_all()
     return cast("WrappedModel[M]", model)
 
@@ -168,12 +169,10 @@ def _connector(group: Any, setup: SetUp, timeout: Any) -> tuple[Callable[[], Tra
 
 def _enter(members: Any, replica: Replica, digest: str) -> None:
     """Wait for a view with this member, and receive the state of the job."""
-    session = replica.engine.session
-    hand_over = HandOver(replica, members.shared)
+    hand_over = HandOver(replica, members)
     hand_over.check()
-    session.transport.hand_over = hand_over  # pyright: ignore[reportAttributeAccessIssue]
-    members.begin(session.num_rounds, digest)
-    session.enter(is_new=True)
+    members.begin(hand_over, digest)
+    replica.engine.session.enter(is_new=True)
 
 
 def _tuner_of(engine: Engine, connect: Callable[[], Transport], replica: Replica) -> Any:
@@ -305,6 +304,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             changed in these cases, and training can continue.
     """
     replica = replica_of(model)
+    if replica.tuner is not None and "auto" not in state:
+        raise ConfigError(f"load_state_dict: the state is of {state.get('algorithm')!r}, not of 'auto'")
     if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
         if not state.get("auto"):
             raise ConfigError(f"load_state_dict: the state is of {state['algorithm']!r}, not of 'auto'")

@@ -125,5 +125,5 @@ PYBIND11_MODULE(_native, module) {
             return heartbeat.send(bytes, static_cast<std::size_t>(size), timeout_s);
           },
           py::arg("data"), py::arg("timeout_s"))
-      .def("stop", &commlib::Heartbeat::stop, py::call_guard<py::gil_scoped_release>());
+      .def("close", &commlib::Heartbeat::close, py::call_guard<py::gil_scoped_release>());
 }

@@ -89,7 +89,7 @@ struct Payloads {
   std::size_t count, nbytes;
   float divisor;
 
-  Payloads(py::handle object, std::size_t expected_bytes, double divisor) : divisor(number(divisor, false)) {
+  Payloads(py::handle object, std::size_t expected_bytes, double by) : divisor(number(by, false)) {
     RowsView view;
     if (!read_rows(object.ptr(), &view) || view.count == 0 || view.nbytes != expected_bytes) refuse();
     check_alignment(view.data);

@@ -16,7 +16,7 @@ Heartbeat::Heartbeat(int fd, double interval_s)
     : pid_(getpid()), interval_s_(interval_s), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)), thread_([this] { run(); }) {}
 
 Heartbeat::~Heartbeat() {
-  stop();
+  close();
 }
 
 int Heartbeat::send(const char* data, std::size_t size, double timeout_s) {
@@ -41,7 +41,7 @@ int Heartbeat::send(const char* data, std::size_t size, double timeout_s) {
   return 0;
 }
 
-void Heartbeat::stop() {
+void Heartbeat::close() {
   if (getpid() != pid_) {
     if (thread_.joinable()) thread_.detach();
   } else {
@@ -52,7 +52,7 @@ void Heartbeat::stop() {
     stop_.notify_all();
     if (thread_.joinable()) thread_.join();
   }
-  if (fd_ >= 0) close(fd_);
+  if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }
 

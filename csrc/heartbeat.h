@@ -23,7 +23,7 @@ class Heartbeat {
   int send(const char* data, std::size_t size, double timeout_s);
 
   // Ends the heartbeats. Idempotent. In a forked child, where the thread does not exist, only closes the copy of `fd`.
-  void stop();
+  void close();
 
  private:
   void run();

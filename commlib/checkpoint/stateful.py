@@ -7,7 +7,8 @@ depend on the progress of a run, on the algorithm, or on the world size:
     optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); its mean if replicas differ
     optimizer.rest                    bytes: the groups of parameters
     communication.shared              bytes: the format, the algorithm and world size of the saving run, and the
-                                      algorithm's state if it is the same on all ranks
+                                      algorithm's state if it is the same on all ranks; otherwise only its entries
+                                      that are the same
     communication.shaped.<kind>.<name>  of sharded models: the algorithm's state in the shape of parameters
     communication.rank<r>             bytes: the rest of rank r's state (`rank_state`), used by that rank alone
 
@@ -18,7 +19,7 @@ name. So there are always 1,024 rank entries: of N ranks, rank r also writes emp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,8 @@ class Checkpoint:
     random state and the data loader's are not saved. The entry `model` is the consensus, and any program can load it.
 
     In a group of another size, up to 1,024 ranks, a run continues from the consensus of model and optimizer if the
-    algorithm's state is the same on all ranks (`Algorithm.portable`); otherwise loading raises.
+    algorithm's state is the same on all ranks (`Algorithm.portable`); otherwise loading raises, unless `resize` is
+    "reset".
 
     Saving and loading are collective, as with torch.distributed.checkpoint; all ranks of the wrapped model's group must
     participate.
@@ -68,15 +70,25 @@ class Checkpoint:
         model: The wrapped model, or one that `commlib.shard` was called for. The latter resumes with any number of
             ranks; residuals of gradients then start at zero, and a warning says so.
         optimizer: The optimizer, or a list of all optimizers, whose state is saved.
+        resize: Whether a group of another size may load the state of an algorithm that differs between ranks. "raise"
+            raises. With "reset", state that is the same on all ranks is loaded (anchors and momenta of outer
+            optimizers, factors, schedules, counters), and the rest begins as after `wrap`: residuals at zero. All of
+            it does if it depends on sums over the ranks (`ef21`). Load directly after `wrap`. Not for sharded models.
 
     Raises:
-        ConfigError: The model is neither, or `optimizer` is not an optimizer.
+        ConfigError: The model is neither, or is in an elastic group, or `optimizer` is not an optimizer, or `resize` is
+            another word.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizers = None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizers = None, resize: Literal["raise", "reset"] = "raise"
+    ) -> None:
+        if resize not in ("raise", "reset"):
+            raise ConfigError(f"Checkpoint: resize: expected 'raise' or 'reset', got {resize!r}")
+        self._resets = resize == "reset"
         self._is_wrapped = sharded_of(model) is None or find(model) is not None
-        if self._is_wrapped:
-            replica_of(model)
+        if self._is_wrapped and replica_of(model).engine.session.is_elastic:
+            raise ConfigError("Checkpoint: save the state of an elastic job with Members.state_dict")
         self._model = model
         self._optimizers = proxies.all_of(proxies.resolve(optimizer))
 
@@ -117,11 +129,13 @@ class Checkpoint:
         number, count = place_of(replica)
         own: Any = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
         is_same = own is not None and own["place"]["layout"] == layout_of_all(replica)
-        if not is_same and shared["state"] is None:
+        common = shared.get("common")
+        if not is_same and shared["state"] is None and not (common and self._resets):
+            reset = "; or use Checkpoint(..., resize='reset')" if common else ""
             raise ConfigError(
                 f"rank {number}: the checkpoint was saved by {shared['count']} ranks, this run has {count}, or another "
                 f"mesh, and the state of {shared['algorithm']!r} differs between ranks. Resume with the same ranks and "
-                "mesh, or load only 'model' and 'optimizer' of the checkpoint, before commlib.wrap"
+                f"mesh, or load only 'model' and 'optimizer' of the checkpoint, before commlib.wrap{reset}"
             )
         self._model.load_state_dict(state_dict["model"])
         if self._optimizers:
@@ -131,6 +145,8 @@ class Checkpoint:
             shaped.put_back(state, replica, communication.get("shaped", {}), shared["absent"])
             own = own if is_same else {**shared["state"], "model": {}, "optimizers": []}
             own["communication"] |= {"state": state, "shard": _shards(replica)}
+        elif not is_same:
+            own = _reset(replica, common)
         assert own is not None
         load_rank_state(self._model, own, self._optimizers)
 
@@ -164,6 +180,7 @@ class Checkpoint:
         algorithm = replica.engine.algorithm
         number, count = place_of(replica)
         shared = {**formats.stamp(_FORMAT), "algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
+        shared["common"] = None
         tree: dict[str, Any] = {}
         if algorithm.portable:  # its state is saved once, here
             communication = own["communication"]
@@ -172,12 +189,25 @@ class Checkpoint:
                 state, tree["shaped"], shared["absent"] = shaped.taken_out(state, replica)
             shared["state"] = {"format": own["format"], "communication": {**communication, "state": state}}
             own = {**own, "communication": {**communication, "state": None}}
+        elif not own["communication"]["shard"]:
+            same = algorithm.shared_state_dict() if algorithm.can_repeat else {}
+            shared["common"] = {"format": own["format"], "communication": {**own["communication"], "state": same}}
         return {"shared": blobs.packed(shared), f"rank{number}": blobs.packed(own), **tree, **_nobody(number, count)}
 
 
 def _nobody(number: int, count: int) -> dict[str, bytes]:
     """Return the entries of ranks that do not exist; see [Note: the tree]."""
     return {f"rank{other}": b"" for other in range(number + count, _NUM_PLACES, count)}
+
+
+def _reset(replica: Replica, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a rank that begins with the entries that were the same on all ranks of the saving run."""
+    engine = replica.engine
+    engine.settle_weights()  # state that belongs to earlier weights
+    communication = common["communication"]
+    state = {**engine.channels[-1].keeper.state_dict(), **communication["state"]}
+    place = {"rank": engine.comm.rank, "world_size": engine.comm.world_size, "state": state}
+    return {**common, "communication": {**communication, **place}, "model": {}, "optimizers": []}
 
 
 def _shards(replica: Replica) -> list[Any]:

@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.utils.data
 
 from commlib.elastic.membership import Membership
-from commlib.elastic.sessions import Sessions
+from commlib.elastic.sampler import Loader, Sampler
+from commlib.elastic.sessions import Sessions, Settled
 from commlib.elastic.transport import ElasticTransport
 from commlib.elastic.views import Join, Joining, View
 from commlib.errors import ConfigError
@@ -27,12 +29,25 @@ class Stateful(Protocol):
         ...
 
 
+class JobState(Stateful, Protocol):
+    """The state of a wrapped model and of everything that belongs to it. See `commlib.hand_over`."""
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of completed rounds."""
+        ...
+
+    def __call__(self, settled: Settled) -> None:
+        """Hand the state over to the new members of a view."""
+
+
 class Members:
     """The members of an elastic job, as seen by one of them. Made by `join`.
 
     Attributes:
         timeout_s: How long a collective, and a change of the view, may take, in seconds.
         shared: What new members receive in addition to the model and the optimizer, by name.
+        samplers: The samplers of the job.
     """
 
     is_elastic = True  # tells `commlib.wrap` that this is no process group
@@ -40,7 +55,10 @@ class Members:
     def __init__(self, address: str, token: bytes, join: Join, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.shared: dict[str, Stateful] = {}
+        self.samplers: list[Sampler] = []
         self._sessions: Sessions | None = None
+        self._state: JobState | None = None
+        self._loaded: dict[str, Any] | None = None
         self._transport: ElasticTransport | None = None
         self._is_ready = False
         self._membership = Membership(address, token, join, timeout_s, self._on_view, self._on_joining)
@@ -91,9 +109,47 @@ class Members:
         """
         if name in self.shared:
             raise ConfigError(f"share: {name!r} is taken")
-        if self._is_ready:
-            raise ConfigError("share: call it before commlib.wrap")
+        self.refuse_if_ready("share")
         self.shared[name] = stateful
+
+    def loader(self, loader: torch.utils.data.DataLoader[Any]) -> Loader:
+        """Return an iterable over the batches of a `DataLoader`, in which members may come and go.
+
+        Args:
+            loader: A `DataLoader(dataset, batch_sampler=sampler)`, where `sampler` is a `commlib.elastic.Sampler`. Its
+                workers may draw batches in advance; if the members change, those are dropped and drawn again.
+
+        Raises:
+            ConfigError: Its `batch_sampler` is another one, or it does not keep the order of batches.
+        """
+        return Loader(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the job for a checkpoint: the state sent to new members, and the positions of samplers.
+
+        Local, with references to tensors, for `torch.save`. Call it between rounds, on one member: after a round of an
+        algorithm on gradients, it is the same on all members. With an algorithm on weights, it has this member's
+        weights. Residuals, ignored parameters and ignored buffers are left out.
+
+        Raises:
+            ConfigError: No model is wrapped.
+        """
+        if self._state is None:
+            raise ConfigError("Members.state_dict: call it after commlib.wrap")
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of `state_dict` into the model that will be wrapped. Before `commlib.wrap`.
+
+        For the start of a job, with any number of members; residuals begin at zero. If members load different
+        checkpoints, or some of them none, all continue with the one that has most rounds. In a job that is running, a
+        member receives the state of the others instead.
+
+        Raises:
+            ConfigError: A model was wrapped before. `commlib.wrap` raises one if the checkpoint does not fit.
+        """
+        self.refuse_if_ready("load_state_dict")
+        self._loaded = state_dict
 
     def leave(self) -> None:
         """Leave the job at once. The others repeat the current round without this member. Safe in a signal handler."""
@@ -110,7 +166,25 @@ class Members:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- for `commlib.wrap` -----------------------------------------------------------------------------------------
+    # --- for `Sampler` and `commlib.wrap` ---------------------------------------------------------------------------
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """Let the members agree on the positions of a sampler.
+
+        Raises:
+            ConfigError: A model was wrapped before.
+        """
+        self.refuse_if_ready("Sampler")
+        self.samplers.append(sampler)
+
+    def refuse_if_ready(self, what: str) -> None:
+        """Raise in a method that must be called before `commlib.wrap`.
+
+        Raises:
+            ConfigError: A model was wrapped before.
+        """
+        if self._is_ready:
+            raise ConfigError(f"{what}: call it before commlib.wrap")
 
     def open(self, device: torch.device, timeout_s: float) -> ElasticTransport:
         """Return the communicator of the job's model. It has one rank until it enters a view.
@@ -123,18 +197,26 @@ class Members:
         if device.type != "cpu":
             raise ConfigError(f"elastic groups take models on the CPU; this one is on {device}")
         self._sessions = Sessions(self._membership, timeout_s)
-        self._transport = ElasticTransport(self._sessions)
+        self._transport = ElasticTransport(self._sessions, [each.positions for each in self.samplers])
         return self._transport
 
-    def begin(self, rounds: int, model: str) -> None:
+    def begin(self, state: JobState, model: str) -> None:
         """Take part in views from now on.
 
         Args:
-            rounds: The rounds of the loaded state.
+            state: The state of the job.
             model: A digest of the model and the options, which must be the same on all members.
+
+        Raises:
+            ConfigError: The loaded checkpoint does not fit.
         """
         assert self._sessions is not None
-        self._sessions.begin(rounds, model)
+        assert self._transport is not None
+        if self._loaded is not None:
+            state.load_state_dict(self._loaded)
+            self._loaded = None
+        self._state = self._transport.hand_over = state
+        self._sessions.begin(state.num_rounds, model)
         self._is_ready = True
         if (view := self._membership.view) is not None:
             self._sessions.follow(view)

@@ -37,7 +37,7 @@ from commlib.elastic.wire import Wire, WireError, WrongToken
 from commlib.errors import ConfigError, Excluded, StoreLost, TransportError
 from commlib.kernels import native
 from commlib.transport.addresses import address_towards
-from commlib.transport.connections import keep_alive
+from commlib.transport.connections import close_in_children, keep_alive
 
 _log = logging.getLogger("commlib")
 
@@ -68,6 +68,7 @@ class Membership:
 
     Attributes:
         me: This member, as the service knows it.
+        reason: Why the newest view was made.
 
     Raises:
         ConfigError: The address is malformed, the token is wrong, or the service refuses the member.
@@ -84,6 +85,7 @@ class Membership:
         on_joining: Callable[[Joining], None] = lambda joining: None,
     ) -> None:
         self.me = Member(-1, 0, join.name, join.address, join.data)
+        self.reason = ""
         self.address, self._where = address, _parsed(address)
         self._token, self._join, self._timeout_s = token, join, timeout_s
         self._on_view, self._on_joining = on_view, on_joining
@@ -251,6 +253,7 @@ class Membership:
             connection.sendall(wire.take_bytes_to_send())
             connection.settimeout(None)
             sender = native.load().Heartbeat(connection.fileno(), self._join.heartbeat_s / _BEATS)
+            close_in_children(connection, sender)  # such as the workers of a DataLoader, which survive this process
             with self._changed:
                 self._socket, self._wire, self._sender = connection, wire, sender
                 self._changed.notify_all()
@@ -258,7 +261,7 @@ class Membership:
                 self._send(self._introduction())
                 yield connection
             finally:
-                sender.stop()
+                sender.close()
                 with self._changed:
                     self._socket = self._wire = self._sender = None
 
@@ -310,7 +313,8 @@ class Membership:
                 Excluded(f"this member is not in view {view.number} of {len(view.ids)} members: {message.reason}")
             )
             return
-        _log.info("elastic: view %d of %d members: %s", view.number, len(view.ids), message.reason)
+        _log.debug("elastic: view %d of %d members: %s", view.number, len(view.ids), message.reason)
+        self.reason = message.reason
         with self._changed:
             self._view, self._min_members = view, message.min_members
             self._store = ViewStore(lambda key, value: self._send(Put(view.number, key, value)), self._timeout_s)

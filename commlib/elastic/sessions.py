@@ -71,6 +71,8 @@ class Sessions:
         self._settled: Settled | None = None
         self._error: BaseException | None = None
         self._broken: int | None = None  # the number of a view that broke, until it is reported
+        self._changing_since_s: float | None = None  # until the training thread has entered a view
+        self._paused = 0  # the number of the last view for which a pause was logged
         self._old: list[TorchTransport] = []
 
     # --- views, on their threads ------------------------------------------------------------------------------------
@@ -81,6 +83,7 @@ class Sessions:
             if self._newest is not None and self._newest.number >= view.number:
                 return
             self._newest, self._broken = view, None
+            self._changing_since_s = self._changing_since_s or time.monotonic()
             self._progress.has_initial_state |= view.began == view.number
             before, self._settled = self._settled, None
             if before is not None:
@@ -129,12 +132,8 @@ class Sessions:
             self._settled = Settled(view, transport, agreement)
             self._changed.notify_all()
         self._membership.settled(view.number)
-        _log.info(
-            "elastic: view %d is connected after %.3f s; round %d is complete",
-            view.number,
-            time.monotonic() - began_s,
-            agreement.agreed,
-        )
+        duration_s = time.monotonic() - began_s
+        _log.debug("elastic: view %d is connected after %.3f s; %s", view.number, duration_s, agreement)
 
     def _is_settled(self, transport: TorchTransport) -> bool:
         with self._changed:
@@ -164,6 +163,8 @@ class Sessions:
                 is_paused = found is not None and len(found.view.members) < self._membership.min_members
                 if found is not None and found.view.number > after and not is_paused:
                     return found
+                if found is not None and is_paused:
+                    self._log_pause(found.view)
                 broken = self._broken
                 self._changed.wait(_UNNOTICED_S / 4)
             waited_s = time.monotonic() - began_s
@@ -174,6 +175,17 @@ class Sessions:
                     f"no view after number {after} was settled within {self.timeout_s:g} s; the service at "
                     f"{self._membership.address} {self._membership.connection}"
                 )
+
+    def _log_pause(self, view: View) -> None:
+        if self._paused != view.number:
+            self._paused = view.number
+            _log.info(
+                "elastic: view %d of %d members: %s; training pauses below %d members",
+                view.number,
+                len(view.ids),
+                self._membership.reason,
+                self._membership.min_members,
+            )
 
     def _check(self) -> None:
         self._membership.check()
@@ -195,6 +207,7 @@ class Sessions:
             if self._newest is not view:
                 return
             self._broken = view.number
+            self._changing_since_s = self._changing_since_s or time.monotonic()
         if isinstance(error, PeerTimeout) and error.ranks:
             self._report(view.number, tuple(sorted(error.ranks)))
 
@@ -218,10 +231,25 @@ class Sessions:
         with self._changed:
             self._progress.agreed, self._progress.model = rounds, model
 
-    def entered(self, settled: Settled) -> None:
-        """Note that this member has the state of the job, and takes part in the next round of a view."""
+    def entered(self, settled: Settled, repeats: bool) -> None:
+        """Note that this member has the state of the job, and takes part in the next round of a view.
+
+        Args:
+            settled: The view.
+            repeats: Whether it repeats a round.
+        """
         with self._changed:
             self._progress.enter(settled.agreement)
+            since_s, self._changing_since_s = self._changing_since_s, None
+        _log.info(
+            "elastic: view %d of %d members: %s; %s round %d, after %.2f s",
+            settled.view.number,
+            len(settled.view.ids),
+            self._membership.reason,
+            "repeats" if repeats else "continues with",
+            settled.agreed + 1,
+            0.0 if since_s is None else time.monotonic() - since_s,
+        )
 
     def complete(self, number: int, settled: Settled) -> None:
         """Note that this member has the result of a round that ran in a view.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from commlib.errors import CommlibError, ConfigError, PeerFailure, TransportError
@@ -12,6 +13,7 @@ from commlib.transport.base import EndedError, Nodes, Request, Transport, Work
 from commlib.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
+    from commlib.elastic.positions import Positions
     from commlib.elastic.sessions import Sessions, Settled
 
 
@@ -22,6 +24,7 @@ class ElasticTransport(Transport):
 
     Args:
         sessions: Makes the communicators of each view.
+        positions: The positions of samplers, on which the members agree with each round.
 
     Attributes:
         hand_over: Called by `enter` with each view, on the training thread, before the round. Collective over the
@@ -30,12 +33,13 @@ class ElasticTransport(Transport):
 
     is_elastic = True
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, positions: Sequence[Positions]) -> None:
         self.hand_over: Callable[[Settled], None] = lambda settled: None
-        self._sessions = sessions
+        self._sessions, self._positions = sessions, positions
         self._settled: Settled | None = None
         self._inner: TorchTransport | None = None
         self._sent_before = 0.0
+        self._repeats = False  # a round
 
     # --- the communicator of the view -------------------------------------------------------------------------------
 
@@ -58,6 +62,11 @@ class ElasticTransport(Transport):
     def timeout_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """How long a collective may wait for its peers."""
         return self._sessions.timeout_s
+
+    @property
+    def view_number(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of the view; None before the first one."""
+        return None if self._settled is None else self._settled.view.number
 
     @property
     def bytes_sent(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -116,7 +125,7 @@ class ElasticTransport(Transport):
                 self._sessions.broke(settled, error)
                 after = settled.view.number
                 continue
-            self._sessions.entered(settled)
+            self._sessions.entered(settled, self._repeats)
             if number is not None and settled.agreed != number - 1:
                 raise CommlibError(
                     f"this member is before round {number} and the others have agreed on round {settled.agreed}. This "
@@ -125,16 +134,22 @@ class ElasticTransport(Transport):
         return has_changed
 
     @override
-    def note_complete(self, number: int) -> None:
+    def note_complete(self, number: int) -> torch.Tensor:
         assert self._settled is not None
         self._sessions.complete(number, self._settled)
+        return torch.tensor([number, *(each.end for each in self._positions)])
 
     @override
-    def note_agreed(self, number: int) -> None:
+    def note_agreed(self, number: int, largest: torch.Tensor) -> None:
         self._sessions.agreed(number)
+        self._repeats = False
+        for each, base in zip(self._positions, largest[1:].tolist(), strict=True):
+            each.agree(base, self.rank, self.world_size)
 
     @override
     def is_agreed(self, number: int, error: Exception) -> bool:
         assert self._settled is not None
         self._sessions.broke(self._settled, error)
-        return self._sessions.newest(after=self._settled.view.number).agreed >= number
+        self._repeats = self._sessions.newest(after=self._settled.view.number).agreed < number
+        self._settled.transport.wait_for_ends()  # before its works' tensors are written for the repetition
+        return not self._repeats

@@ -37,6 +37,7 @@ class Session:
     Attributes:
         comm: The group, as seen by algorithms.
         num_rounds: Number of rounds that were waited for with `complete`.
+        num_repeated: How often a round was repeated in a newer view of an elastic group.
         error: The error that ended the session, or None. See [Note: kept errors] in `errors.py`.
         when_entered: Functions called when the ranks of an elastic group have changed.
         when_ended: Functions called once with that error, each with a copy.
@@ -48,7 +49,7 @@ class Session:
         self.transport = transport
         self.driver = driver
         self.comm = Communicator(transport.rank, transport.world_size)
-        self.num_rounds = 0
+        self.num_rounds = self.num_repeated = 0
         self.error: CommlibError | None = None
         self.when_ended: list[Callable[[BaseException], object]] = []
         self.when_entered: list[Callable[[], object]] = []
@@ -109,18 +110,20 @@ class Session:
             except TransportError as error:
                 if self.transport.is_agreed(number, error):
                     break
+            self.num_repeated += 1
             repeat()
         self.num_rounds = number
 
     def _agree(self, number: int) -> None:
         """Agree that all ranks have the result of a round. See [Note: agreement]."""
         if self.is_elastic:
-            self.transport.note_complete(number)
-            self.driver.run(self.transport, [Task(lambda: "the agreement on a round", self._agreement, True, True)])
-            self.transport.note_agreed(number)
+            largest = self.transport.note_complete(number)
+            agreement = lambda: self._agreement(largest)  # noqa: E731
+            self.driver.run(self.transport, [Task(lambda: "the agreement on a round", agreement, True, True)])
+            self.transport.note_agreed(number, largest)
 
-    def _agreement(self) -> Communication:
-        yield self.comm.all_reduce(torch.zeros(1, device="cpu"))
+    def _agreement(self, largest: torch.Tensor) -> Communication:
+        yield self.comm.all_reduce(largest, "max")
 
     @in_plain_mode
     def attempt(self, what: str, communication: Communication) -> None:

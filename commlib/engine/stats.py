@@ -81,6 +81,8 @@ class Stats:
         preset: The name of the preset in use, or "".
         next_round_in: Number of optimizer steps after which the next round over weights begins. None if there are no
             such rounds, or if a rank begins them by the clock.
+        view: The number of the view of an elastic group that this rank takes part in; otherwise None.
+        repeated_rounds: How often this rank repeated a round because a member of an elastic group was lost.
     """
 
     algorithm: str
@@ -102,6 +104,8 @@ class Stats:
     options: str = ""
     preset: str = ""
     next_round_in: int | None = None
+    view: int | None = None
+    repeated_rounds: int = 0
 
     def __str__(self) -> str:
         lines = [self._head]
@@ -185,6 +189,8 @@ def collect(engine: Engine) -> Stats:
         options=changed_options(engine.algorithm),
         preset=engine.algorithm.preset,
         next_round_in=_next_round_in(declared, engine.counter.step) if world_size > 1 else None,
+        view=engine.transport.view_number,
+        repeated_rounds=engine.session.num_repeated,
     )
 
 

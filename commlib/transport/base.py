@@ -232,6 +232,7 @@ class Transport(ABC):
     stands_for_all: bool = False  # whether this process simulates all ranks, which then arrive at the same time
     in_order: bool = True  # whether all ranks issue its requests in the same order relative to other transports
     is_elastic: bool = False  # whether the ranks may change between rounds; see `commlib.elastic.transport`
+    view_number: int | None = None  # the number of an elastic group's view that this rank has entered
 
     def enter(self, number: int | None) -> bool:
         """Follow the newest view of an elastic group before the round `number` (from 1) or, with None, as a new member.
@@ -241,11 +242,17 @@ class Transport(ABC):
         """
         return False
 
-    def note_complete(self, number: int) -> None:  # noqa: B027 (for elastic groups)
-        """Note that this rank has the result of a round, and so takes part in the agreement that all ranks have it."""
+    def note_complete(self, number: int) -> torch.Tensor:
+        """Note that this rank has the result of a round, and so takes part in the agreement that all ranks have it.
 
-    def note_agreed(self, number: int) -> None:  # noqa: B027 (for elastic groups)
-        """Note that all ranks have the result of a round."""
+        Returns:
+            This rank's contribution to the agreement [any number], int64.
+        """
+        raise NotImplementedError("only elastic groups agree on rounds")
+
+    def note_agreed(self, number: int, largest: torch.Tensor) -> None:
+        """Note that all ranks have the result of a round, and the largest contributions to the agreement."""
+        raise NotImplementedError("only elastic groups agree on rounds")
 
     def is_agreed(self, number: int, error: Exception) -> bool:
         """Return, after an error in a round, whether all ranks of the next view have its result. Else it is repeated.

@@ -36,7 +36,7 @@ _MOST_UNKNOWN = 256
 #: The number of bytes that must be available before a thread is woken. The kernel's buffer grows to twice this size.
 _WAKE_BYTES = 1 << 20
 
-_made: WeakMembers[socket.socket] = WeakMembers(locks.lock("connections", is_of_process=True))
+_made: WeakMembers[Closable] = WeakMembers(locks.lock("connections", is_of_process=True))
 
 
 class Introduction(Protocol):
@@ -124,8 +124,15 @@ def connect_all(
     return made, accepted
 
 
-def close_in_children(*connections: socket.socket) -> None:
-    """Let forked children close their copies of these sockets, which would keep them open after this process ends."""
+class Closable(Protocol):
+    """A socket, or an object that holds one."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def close_in_children(*connections: Closable) -> None:
+    """Let forked children close their copies of sockets, which would keep them open after this process ends."""
     _made.add(*connections)
 
 

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -48,8 +48,8 @@ def shared_folder() -> Iterator[str]:
         gathered(None)
 
 
-def checkpoint_of(training: Training) -> commlib.Checkpoint:
-    return commlib.Checkpoint(training.model, training.optimizer)
+def checkpoint_of(training: Training, resize: Literal["raise", "reset"] = "raise") -> commlib.Checkpoint:
+    return commlib.Checkpoint(training.model, training.optimizer, resize)
 
 
 def save(training: Training, folder: str, group: Any = None) -> None:
@@ -57,9 +57,9 @@ def save(training: Training, folder: str, group: Any = None) -> None:
         dcp.save({"app": checkpoint_of(training)}, checkpoint_id=folder, process_group=group)
 
 
-def load(training: Training, folder: str, group: Any = None) -> None:
+def load(training: Training, folder: str, group: Any = None, resize: Literal["raise", "reset"] = "raise") -> None:
     with quiet():
-        dcp.load({"app": checkpoint_of(training)}, checkpoint_id=folder, process_group=group)
+        dcp.load({"app": checkpoint_of(training, resize)}, checkpoint_id=folder, process_group=group)
 
 
 @contextmanager
@@ -241,13 +241,12 @@ def check_other_size(name: str, group: Any, folder: str, expected: torch.Tensor,
         with pytest.raises(ConfigError, match=f"saved by {num_saved} ranks"):
             load(training, folder, group)
         gathered(None)
-    else:
-        load(training, folder, group)
-        gathered(None)
-        torch.testing.assert_close(training.flat(), expected, rtol=1e-6, atol=1e-7, msg=lambda text: f"{name}: {text}")
-        gathered(None)  # some algorithms' ranks share their weights
-        training.num_steps = 3
-        training.assert_trains_on()
+    load(training, folder, group, resize="reset")
+    gathered(None)
+    torch.testing.assert_close(training.flat(), expected, rtol=1e-6, atol=1e-7, msg=lambda text: f"{name}: {text}")
+    gathered(None)  # some algorithms' ranks share their weights
+    training.num_steps = 3
+    training.assert_trains_on()
     commlib.unwrap(training.model)
 
 

@@ -241,8 +241,8 @@ def test_heartbeats_need_no_interpreter():
         ctypes.PyDLL(None).usleep(500_000)
         assert far.recv(1000, socket.MSG_DONTWAIT).count(HEARTBEAT) > 1
         assert heartbeat.send(b"message", LIMIT_S) == 0
-        heartbeat.stop()
-        heartbeat.stop()
+        heartbeat.close()
+        heartbeat.close()
         assert far.recv(1000).replace(HEARTBEAT, b"") == b"message"
         assert heartbeat.send(b"message", LIMIT_S) == errno.EBADF
 
@@ -252,7 +252,7 @@ def test_a_peer_that_reads_nothing_ends_a_send_in_time():
     with near, far:
         heartbeat = native.load().Heartbeat(near.fileno(), LIMIT_S)
         assert heartbeat.send(bytes(1 << 24), 0.1) == errno.ETIMEDOUT
-        heartbeat.stop()
+        heartbeat.close()
 
 
 STOPPED = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import assert_type
 
 import commlib
@@ -99,6 +100,10 @@ commlib.wrap(Net(), commlib.algorithms.TopK(ratio=0.01))
 commlib.wrap(Net(), commlib.algorithms.AllReduce(wire_dtype="bf16"))
 assert_type(commlib.codecs.block_codec("int8").name, str)
 members = commlib.elastic.join("127.0.0.1:29400", min_members=2)
+sampler = commlib.elastic.Sampler(range(10), 2, members)
+batches: commlib.elastic.Loader = members.loader(DataLoader(TensorDataset(torch.ones(10)), batch_sampler=sampler))
+members.load_state_dict(members.state_dict())
+assert_type(sampler.epoch, int)
 commlib.wrap(Net(), "topk", process_group=members)
 assert_type(members.num_rounds, int)
 try:
