@@ -89,7 +89,8 @@ def test_training_uses_the_ports_and_the_interface_of_the_page(hosts: list[Names
     assert "epoch   1" in first
     rules = run(hosts[0], "iptables", "--list", "INPUT", "--numeric", "--verbose", "--exact").splitlines()
     assert int(rules[2].split()[0]) > 100, rules  # the packets of the rule that opens the ports
-    assert sum(received(host, "eth1") for host in hosts) > 1_000_000  # of gossip, a slow rank sends little
+    least = sum if algorithm == "passive_gossip" else min  # of gossip, a slow rank sends little
+    assert least(received(host, "eth1") for host in hosts) > 1_000_000
     assert max(received(host, "eth0") for host in hosts) < 10_000
 
 
