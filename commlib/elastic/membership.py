@@ -219,7 +219,7 @@ class Membership:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, warned = _FIRST_PAUSE_S, False
         while not self._is_closed and self._error is None:
             try:
                 with self._connected() as connection:
@@ -228,8 +228,14 @@ class Membership:
                         self._take(message)
             except (OSError, WireError, BadMessage) as error:
                 if isinstance(error, WrongToken):
-                    self._fail(ConfigError(f"the service at {self.address} has another token"))
-                    return
+                    if self.me.id < 0:
+                        self._fail(ConfigError(f"the service at {self.address} has another token"))
+                        return
+                    if not warned:
+                        _log.warning(
+                            "elastic: the process at %s has another token: not the job's service", self.address
+                        )
+                    warned = True
                 _log.debug("elastic: the connection to the service at %s ended: %s", self.address, error)
             if self._has_left:
                 self._fail(Excluded("this member has left the job"))

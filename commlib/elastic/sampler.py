@@ -102,11 +102,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     def _indices(self, position: int) -> list[int]:
         epoch, number = divmod(position, self.positions.per_epoch)
         chosen = slice(number * self.batch_size, (number + 1) * self.batch_size)
-        return self._order(epoch)[chosen].tolist()
+        return self._order(epoch)[chosen].tolist() if self.shuffle else list(range(self.num_samples)[chosen])
 
     def _order(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
         if epoch not in self._orders:
             order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
             self._orders = {epoch: order, **{each: self._orders[each] for each in (epoch - 1,) if each in self._orders}}

@@ -101,7 +101,8 @@ class Sessions:
         try:
             store = self._membership.store_of(view)
             ranks = ViewRanks(view, self._membership.me.id, store)
-            transport = TorchTransport(ranks, torch.device("cpu"), timedelta(seconds=self.timeout_s))
+            limit, setup_limit = timedelta(seconds=self.timeout_s), timedelta(seconds=self.timeout_s / 2)
+            transport = TorchTransport(ranks, torch.device("cpu"), limit, setup_timeout=setup_limit)
             self._publish(view, transport, began_s)
         except (ViewOver, dist.DistStoreError):
             _log.debug("elastic: view %d ended before it was settled", view.number)
@@ -152,13 +153,15 @@ class Sessions:
 
         Raises:
             Excluded: This member is not in the newest view.
-            StoreLost: No such view came in time.
+            StoreLost: No view came, or could be settled, within the timeout since the last one came.
             CommlibError: The members cannot train together.
         """
-        began_s = time.monotonic()
+        began_s, awaited = time.monotonic(), self._newest
         while True:
             with self._changed:
                 self._check()
+                if self._newest is not awaited:
+                    began_s, awaited = time.monotonic(), self._newest
                 found = self._settled
                 is_paused = found is not None and len(found.view.members) < self._membership.min_members
                 if found is not None and found.view.number > after and not is_paused:

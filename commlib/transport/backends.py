@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # a separate class before Python 3.11
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -47,13 +49,31 @@ class _Done:
 DONE: Work = _Done()
 
 
+class _Failed:
+    """Takes the place of a failed torch `Work`, which holds sockets and a thread as long as the error's traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise self._error
+
+    def get_future(self) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(self._error)
+        return future
+
+
 class TorchWork:
     """A torch `Work` with completion callbacks that can be abandoned.
 
     [Note: stuck works] If a connection closes while Gloo is receiving a message, the thread that waits for the message
     is not woken before the backend's timeout. Gloo works are therefore waited for in slices. Works that have not ended
-    soon after their connections were closed are abandoned: they count as failed, and the backend is never destroyed,
-    because its destructor would wait for them.
+    soon after their connections were closed are abandoned: they count as failed. The backend's destructor would wait
+    for them, so it is called once they have ended, when another connection ends.
 
     Args:
         work: torch's work, or an `ExchangeWork`.
@@ -64,7 +84,7 @@ class TorchWork:
     def __init__(self, work: Any, connection: Connection, partners: Sequence[int]) -> None:
         self.partners = partners
         self.is_abandoned = False
-        self._work = work
+        self._work: Any = work
         self._connection = connection
         self._callbacks: list[Callable[[], None]] = []
         self._lock = locks.lock("work")
@@ -83,6 +103,8 @@ class TorchWork:
             self._work.wait()  # does not block; raises the work's error, if any
         except Exception as error:
             error.after_s = time.monotonic() - self._began_s  # pyright: ignore[reportAttributeAccessIssue]
+            if self._work.is_completed():
+                self._work = _Failed(error)
             raise
         finally:
             self._connection.pending.pop(id(self), None)
@@ -190,24 +212,44 @@ class Connection:
     def finish(self, may_go_on: Callable[[], bool]) -> None:
         """Wait for works that the host has not seen complete; on Gloo there are never any."""
 
+    def wait_for_ends(self, deadline_s: float) -> None:
+        """Wait until all works have ended or are abandoned, after `abort`. See [Note: stuck works]."""
+        while self.under_way() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+
     def end(self) -> None:
         """End all works and the backend."""
         if self.under_way():
             self.abort()
-            deadline = time.monotonic() + _DRAIN_S
-            while self.under_way() and time.monotonic() < deadline:
-                time.sleep(0.005)
+            self.wait_for_ends(time.monotonic() + _DRAIN_S)
         for work in self.under_way():
             work.abandon()
+        _destroy_ended()
         has_stuck = any(work.is_stuck() for work in self.abandoned)
         if has_stuck:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))  # see [Note: stuck works]
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))  # the exit of the process does not destroy it
+            _stuck.append((self.backend, list(self.abandoned)))
         if self.exchanges is not None:
             self.exchanges.end(0.0 if has_stuck else _DRAIN_S)
             self.exchanges = None
         self.pending.clear()
         self.abandoned.clear()
         self.backend = None
+
+
+#: Backends with stuck works, each with one more reference, and these works. See [Note: stuck works].
+_stuck: collections.deque[tuple[Any, list[TorchWork]]] = collections.deque()
+
+
+def _destroy_ended() -> None:
+    """Destroy the backends whose stuck works have ended in the meantime."""
+    for _ in range(len(_stuck)):
+        with contextlib.suppress(IndexError):  # another thread does the same
+            backend, works = _stuck.popleft()
+            if any(work.is_stuck() for work in works):
+                _stuck.append((backend, works))
+            else:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
 
 
 class _Watch(Protocol):
@@ -286,10 +328,10 @@ class Connections:
             self.lifelines.ring()  # so that stuck works are abandoned later
 
     def wait_for_ends(self) -> None:
-        """Wait until all works have ended or are abandoned, after `abort`. See [Note: stuck works]."""
-        deadline = time.monotonic() + _DRAIN_S
-        while any(each.under_way() for each in self.by_group.values()) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        """Wait until all works of all groups have ended or are abandoned, after `abort`."""
+        deadline_s = time.monotonic() + _DRAIN_S
+        for connection in self.by_group.values():
+            connection.wait_for_ends(deadline_s)
 
     def _are_peers_well(self) -> bool:
         return self.lifelines is None or not (self.lifelines.has_broken or self.lifelines.lost())

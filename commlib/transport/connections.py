@@ -92,7 +92,7 @@ def connect_all(
     """
     if introduction.world_size == 1:
         return {}, {}
-    rank, deadline = introduction.rank, time.monotonic() + introduction.timeout_s
+    rank, began_s, limit_s = introduction.rank, time.monotonic(), introduction.timeout_s
     address, token = _reachable(introduction.local_address(), introduction), secrets.token_bytes(16)
     try:
         listener = socket.create_server((address, 0), family=_family(address), backlog=introduction.world_size + 16)
@@ -109,8 +109,9 @@ def connect_all(
         made: dict[int, socket.socket] = {}
         try:
             for peer in peers:
-                made[peer] = opened.enter_context(_dial(peer, everyone[peer], rank, deadline))
-            accepted = _accept(door, deadline, made)
+                # A rank that cannot reach another fails before those that wait for its connection.
+                made[peer] = opened.enter_context(_dial(peer, everyone[peer], rank, began_s + limit_s / 2))
+            accepted = _accept(door, began_s + limit_s, made)
         except PeersMissing as missing:  # report before the connections close, so that this rank is not blamed
             error = TimeoutError(str(missing)) if missing.is_late else ConnectionError(str(missing))
             failure = introduction.diagnose(error, "connecting the ranks", missing.ranks)

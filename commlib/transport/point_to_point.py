@@ -63,9 +63,11 @@ class ExchangeWork:
             for work in self.works:
                 work.wait(self._limit)
         except Exception as error:
-            self._future.set_exception(error)
+            self._future.set_exception(error.with_traceback(None))  # the traceback would keep the backend's sockets
         else:
             self._future.set_result(None)
+        finally:
+            self.works.clear()
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for completion; raise the error of the exchange, if any.

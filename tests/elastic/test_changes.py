@@ -137,6 +137,24 @@ def test_the_service_is_away(template: Template, tmp_path: Path) -> None:
         assert [worlds for worlds, _ in job.rounds("a").values()] == [3, 3, 3, 3, 2, 2, 2]
 
 
+def test_another_service_takes_its_place(template: Template, tmp_path: Path) -> None:
+    """One without the token, at the same address: members train, and return to the job's service."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
+        job.start("a", "b", **common)
+        job.start("c", trap=("collective", 5), **common)
+        job.wait("a round 2")
+        job.stop_serving()
+        job.serve("another secret", tmp_path / "another journal")
+        job.wait("a log elastic: the process at", "c at collective")
+        job.stop_serving()
+        job.serve()
+        job.signal("c")
+        job.wait("a left", "b left")
+        same(job, "a", "b")
+        assert [world for world, _ in job.rounds("a").values()] == [3, 3, 3, 3, 2, 2, 2]
+
+
 def test_the_service_stays_away(template: Template, tmp_path: Path) -> None:
     with running(template, tmp_path / "journal") as job:
         common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 2}, "timeout_s": 2.0}

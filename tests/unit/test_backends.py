@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -101,6 +103,36 @@ def test_an_abandoned_work_ends_its_wait_and_calls_back_once(connections: Connec
     work.future.set_result(None)
     assert calls == [1, 2]
     assert not made.is_stuck()
+
+
+def test_a_failed_work_does_not_hold_the_backends(connections: Connections) -> None:
+    """Its error, and so its frames, may be kept for long; a second wait raises the same error."""
+    work, made = begin(connections, 1)
+    work.future.set_exception(RuntimeError("closed"))
+    with pytest.raises(RuntimeError, match="closed"):
+        made.wait()
+    assert made._work is not work
+    with pytest.raises(RuntimeError, match="closed"):
+        made.wait()
+    assert made.is_under_way() is False
+    calls: list[int] = []
+    made.add_done_callback(lambda: calls.append(1))
+    assert calls == [1]
+
+
+def test_the_backend_of_a_stuck_work_is_destroyed_once_it_has_ended(
+    connections: Connections, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_stuck", collections.deque())
+    work, _ = begin(connections, 1)
+    backend = weakref.ref(connections.by_group["all"].backend)
+    connections.by_group["all"].end()
+    assert backend() is not None
+    Connection(range(3)).end()
+    assert backend() is not None
+    work.future.set_result(None)
+    Connection(range(3)).end()
+    assert backend() is None
 
 
 @pytest.fixture
