@@ -2,10 +2,14 @@
 
 python benchmarks/elastic.py --algorithms allreduce,topk --members 4,8 --kills 30 --json out.json
 python benchmarks/elastic.py --static --json out.json        # steps without kills, compared with a static group
+python benchmarks/elastic.py --losses digits --steps 300 --seeds 0,1,2 --json out.json    # the loss with kills
 
 Members are forked from one process that has imported everything. Each step sleeps instead of computing, so that several
 members fit two cores. After each kill another member joins. The time of a kill is that from the kill to the end of the
 next round at the last of the others, less the median duration of an undisturbed round of the same run.
+
+With `--losses`, members train a model of the other benchmarks on its data, once undisturbed and once with a kill and a
+join every `--every` rounds, from the same weights. Member m draws the batch (seed, round, m) in both runs.
 """
 
 from __future__ import annotations
@@ -23,14 +27,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from models import WORKLOADS
 from torch import nn
+from worker import schedule
 
 import commlib
 from commlib.kernels import native
@@ -47,6 +53,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compute-ms", type=float, default=100.0, help="duration of the sleep in each step")
     parser.add_argument("--static", action="store_true", help="compare steps with those of a static group instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses", metavar="MODEL", choices=sorted(WORKLOADS), help="compare losses on this model")
+    parser.add_argument("--steps", type=int, default=300, help="rounds of each run, with --losses")
+    parser.add_argument("--every", type=int, default=50, help="rounds between two kills, with --losses")
+    parser.add_argument("--seeds", default="0,1,2", help="with --losses, comma-separated")
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(argv)
 
@@ -84,11 +94,56 @@ def forked(run: Any) -> int:
     return pid
 
 
-class Job:
-    """A service and its members."""
+def sleep_and_train(args: argparse.Namespace, members: Any, out: int) -> None:
+    """Make steps without end."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def steps(_: Any) -> Iterator[int]:
+        while True:
+            yield members.num_rounds + 1
+
+    train(args, members, steps, out)
+
+
+def learn(args: argparse.Namespace, members: Any, out: int) -> None:
+    """Train a model for `args.steps` rounds, and write its loss on unseen data."""
+    workload = WORKLOADS[args.losses]()
+    assert workload.validation is not None
+    model = workload.new_model(args.seed, torch.device("cpu"))
+    optimizer = workload.make_optimizer(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    commlib.wrap(model, args.algorithm, optimizer=optimizer, process_group=members)
+    while (number := members.num_rounds + 1) <= args.steps:
+        while number in (1, args.steps) and len(members.view.ids) < args.members:
+            time.sleep(0.01)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * schedule(number - 1, args.steps)
+        inputs, target = workload.draw((args.seed, number, members.id))
+        optimizer.zero_grad()
+        workload.loss(model(inputs), target).backward()
+        optimizer.step()
+        os.write(out, f"{os.getpid()} {number} {time.monotonic()}\n".encode())
+    model.eval()
+    with torch.no_grad():
+        losses = [workload.loss(model(inputs), target).item() for inputs, target in workload.validation()]
+    os.write(out, f"{os.getpid()} loss {statistics.mean(losses)}\n".encode())
+    members.close()
+
+
+class Job:
+    """A service and its members.
+
+    Args:
+        args: The arguments of the command.
+        run: Trains one member: called with `args`, the members, and a pipe for the numbers and the ends of its rounds.
+
+    Attributes:
+        ends: The numbers and the ends of the rounds of each member that was not killed, by its process.
+        losses: The final losses.
+    """
+
+    def __init__(self, args: argparse.Namespace, run: Callable[[argparse.Namespace, Any, int], None]) -> None:
+        self._args, self._run = args, run
+        self.losses: dict[int, float] = {}
         self.ends: dict[int, list[tuple[int, float]]] = {}
         self._folder = tempfile.TemporaryDirectory()
         command = ["rendezvous", "--fresh", "--port", "0", "--journal", str(Path(self._folder.name) / "journal")]
@@ -106,13 +161,7 @@ class Job:
         """Start a member; return its pid."""
 
         def run() -> None:
-            members = commlib.elastic.join(self._address, timeout=_LIMIT_S)
-
-            def steps(_: Any) -> Iterator[int]:
-                while True:
-                    yield members.num_rounds + 1
-
-            train(self._args, members, steps, self._writing)
+            self._run(self._args, commlib.elastic.join(self._address, timeout=_LIMIT_S), self._writing)
 
         pid = forked(run)
         self.ends[pid] = []
@@ -124,9 +173,11 @@ class Job:
             raise TimeoutError(f"no round ended within {_LIMIT_S:g} s")
         *lines, self._left = (self._left + os.read(self._reading, 1 << 16)).split(b"\n")
         for line in lines:
-            pid, number, at_s = line.split()
-            if int(pid) in self.ends:
-                self.ends[int(pid)].append((int(number), float(at_s)))
+            pid, what, value = line.split()
+            if what == b"loss":
+                self.losses[int(pid)] = float(value)
+            elif int(pid) in self.ends:
+                self.ends[int(pid)].append((int(what), float(value)))
 
     def wait(self, count: int) -> None:
         """Wait until every member has ended this many further rounds."""
@@ -163,7 +214,7 @@ class Job:
 def measure_kills(args: argparse.Namespace) -> dict[str, Any]:
     """Kill members at random moments."""
     choose, kills_s, rounds_s = random.Random(args.seed), [], []
-    job = Job(args)
+    job = Job(args, sleep_and_train)
     try:
         for _ in range(args.members):
             job.start()
@@ -190,11 +241,50 @@ def measure_kills(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_losses(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the loss with that of an undisturbed run of the same seed."""
+    undisturbed, _ = final_loss(args, with_kills=False)
+    disturbed, num_kills = final_loss(args, with_kills=True)
+    return {
+        "model": args.losses,
+        "algorithm": args.algorithm,
+        "members": args.members,
+        "steps": args.steps,
+        "seed": args.seed,
+        "kills": num_kills,
+        "undisturbed_loss": undisturbed,
+        "disturbed_loss": disturbed,
+        "gap_percent": 100 * (disturbed / undisturbed - 1),
+    }
+
+
+def final_loss(args: argparse.Namespace, with_kills: bool) -> tuple[float, int]:
+    """Train once; return the loss, which is the same at all members, and the number of kills."""
+    choose, num_kills = random.Random(args.seed), 0
+    job = Job(args, learn)
+    try:
+        for _ in range(args.members):
+            job.start()
+        while len(job.losses) < len(job.ends):
+            job.read()
+            due = args.every * (num_kills + 1)
+            reached = [ends[-1][0] if ends else 0 for ends in job.ends.values()]
+            if with_kills and min(reached) >= due and due < args.steps:
+                time.sleep(choose.uniform(0, 2 * statistics.median(job.durations())))
+                job.kill(choose.choice(sorted(job.ends)))
+                job.start()
+                num_kills += 1
+    finally:
+        job.close()
+    (loss,) = set(job.losses.values())
+    return loss, num_kills
+
+
 def measure_steps(args: argparse.Namespace, count: int = 60) -> dict[str, Any]:
     """Compare the steps of an elastic and a static group, one after the other, twice."""
     medians: dict[str, list[float]] = {"elastic": [], "static": []}
     for _ in range(2):
-        job = Job(args)
+        job = Job(args, sleep_and_train)
         try:
             for _ in range(args.members):
                 job.start()
@@ -239,9 +329,11 @@ def main() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # imports much on first use
     native.load()
     rows = []
-    for algorithm, count in itertools.product(args.algorithms.split(","), args.members.split(",")):
-        args.algorithm, args.members = algorithm, int(count)
-        rows.append(measure_steps(args) if args.static else measure_kills(args))
+    measure = measure_losses if args.losses else measure_steps if args.static else measure_kills
+    seeds = args.seeds.split(",") if args.losses else [args.seed]
+    for algorithm, count, seed in itertools.product(args.algorithms.split(","), args.members.split(","), seeds):
+        args.algorithm, args.members, args.seed = algorithm, int(count), int(seed)
+        rows.append(measure(args))
         print(json.dumps(rows[-1], indent=1), flush=True)
     if args.json:
         harness.write_json(args.json, {"header": harness.header(), "rows": rows})

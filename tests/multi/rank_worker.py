@@ -189,9 +189,9 @@ def run_job(job: Job, background: BackgroundFailures) -> Outcome:
         _clients.clear()  # a thread that is left behind may wait in it
         outcome = Outcome(kind, text)
     gc.collect()
-    freeze_new_modules()
     job.kwargs.clear()  # an algorithm in it knows the model
     found = background.take() + left_behind()
+    freeze_new_modules()  # last: a model that a thread still uses would never be collected
     if found and outcome.kind == "ok":
         return Outcome("error", "\n".join(found))
     return outcome

@@ -289,7 +289,7 @@ def test_an_algorithm_that_fails_does_not_take_the_others_down():
 @pytest.mark.parametrize("per_node", [8, 1])
 @pytest.mark.parametrize("workload", ["bert-large", "gpt2"])
 def test_4096_ranks_take_ten_seconds_at_most(workload, per_node):
-    """A million calls take about a second."""
+    """PowerSGD on nodes, the slowest, makes 27 million calls in 9 s (docs/explanation/simulator.md)."""
     network = presets.network("100gbps", nodes=4096 // per_node, gpus_per_node=per_node)
     calls = {}
     for name, algorithm in candidates("all", several_per_node=per_node > 1).items():
@@ -297,4 +297,4 @@ def test_4096_ranks_take_ten_seconds_at_most(workload, per_node):
             continue
         simulated = functools.partial(simulate, workloads.get(workload), network, presets.device("v100"), algorithm)
         calls[name] = num_calls(simulated)
-    assert {name: count for name, count in calls.items() if count > 10_000_000} == {}
+    assert {name: count for name, count in calls.items() if count > 30_000_000} == {}
