@@ -9,7 +9,7 @@ members fit two cores. After each kill another member joins. The time of a kill 
 next round at the last of the others, less the median duration of an undisturbed round of the same run.
 
 With `--losses`, members train a model of the other benchmarks on its data, once undisturbed and once with a kill and a
-join every `--every` rounds, from the same weights. Member m draws the batch (seed, round, m) in both runs.
+join every `--every` rounds, from the same weights. Rank r draws the batch (seed, round, r) in both runs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def sleep_and_train(args: argparse.Namespace, members: Any, out: int) -> None:
 
 
 def learn(args: argparse.Namespace, members: Any, out: int) -> None:
-    """Train a model for `args.steps` rounds, and write its loss on unseen data."""
+    """Train a model for `args.steps` rounds, the last one when `args.may_end` exists; write its loss on unseen data."""
     workload = WORKLOADS[args.losses]()
     assert workload.validation is not None
     model = workload.new_model(args.seed, torch.device("cpu"))
@@ -113,11 +113,12 @@ def learn(args: argparse.Namespace, members: Any, out: int) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     commlib.wrap(model, args.algorithm, optimizer=optimizer, process_group=members)
     while (number := members.num_rounds + 1) <= args.steps:
-        while number in (1, args.steps) and len(members.view.ids) < args.members:
+        while number in (1, args.steps) and not is_complete(args, members, number):
             time.sleep(0.01)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * schedule(number - 1, args.steps)
-        inputs, target = workload.draw((args.seed, number, members.id))
+        time.sleep(args.compute_ms / 1000)
+        inputs, target = workload.draw((args.seed, number, members.rank))
         optimizer.zero_grad()
         workload.loss(model(inputs), target).backward()
         optimizer.step()
@@ -127,6 +128,12 @@ def learn(args: argparse.Namespace, members: Any, out: int) -> None:
         losses = [workload.loss(model(inputs), target).item() for inputs, target in workload.validation()]
     os.write(out, f"{os.getpid()} loss {statistics.mean(losses)}\n".encode())
     members.close()
+
+
+def is_complete(args: argparse.Namespace, members: Any, number: int) -> bool:
+    """Whether all members are there for the first round, and after all kills and joins for the last one."""
+    count = 0 if members.view is None else len(members.view.ids)
+    return count == args.members and (number == 1 or os.path.exists(args.may_end))
 
 
 class Job:
@@ -184,6 +191,18 @@ class Job:
         before = {pid: len(ends) for pid, ends in self.ends.items()}
         while any(len(ends) < before[pid] + count for pid, ends in self.ends.items()):
             self.read()
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a member has ended this round."""
+        while not any(ends and ends[-1][0] >= number for ends in self.ends.values()):
+            self.read()
+
+    def replace(self, pid: int) -> None:
+        """Kill a member, and start another one."""
+        del self.ends[pid]
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.start()
 
     def kill(self, pid: int) -> float:
         """Kill a member; return the seconds until all others have ended another round."""
@@ -252,6 +271,7 @@ def measure_losses(args: argparse.Namespace) -> dict[str, Any]:
         "steps": args.steps,
         "seed": args.seed,
         "kills": num_kills,
+        "compute_ms": args.compute_ms,
         "undisturbed_loss": undisturbed,
         "disturbed_loss": disturbed,
         "gap_percent": 100 * (disturbed / undisturbed - 1),
@@ -260,24 +280,24 @@ def measure_losses(args: argparse.Namespace) -> dict[str, Any]:
 
 def final_loss(args: argparse.Namespace, with_kills: bool) -> tuple[float, int]:
     """Train once; return the loss, which is the same at all members, and the number of kills."""
-    choose, num_kills = random.Random(args.seed), 0
-    job = Job(args, learn)
-    try:
-        for _ in range(args.members):
-            job.start()
-        while len(job.losses) < len(job.ends):
-            job.read()
-            due = args.every * (num_kills + 1)
-            reached = [ends[-1][0] if ends else 0 for ends in job.ends.values()]
-            if with_kills and min(reached) >= due and due < args.steps:
-                time.sleep(choose.uniform(0, 2 * statistics.median(job.durations())))
-                job.kill(choose.choice(sorted(job.ends)))
+    choose, dues = random.Random(args.seed), list(range(args.every, args.steps, args.every)) if with_kills else []
+    with tempfile.TemporaryDirectory() as folder:
+        args.may_end = f"{folder}/may end"
+        job = Job(args, learn)
+        try:
+            for _ in range(args.members):
                 job.start()
-                num_kills += 1
-    finally:
-        job.close()
+            for due in dues:
+                job.wait_for(due)
+                time.sleep(choose.uniform(0, 2 * statistics.median(job.durations())))
+                job.replace(choose.choice(sorted(job.ends)))
+            Path(args.may_end).touch()
+            while len(job.losses) < len(job.ends):
+                job.read()
+        finally:
+            job.close()
     (loss,) = set(job.losses.values())
-    return loss, num_kills
+    return loss, len(dues)
 
 
 def measure_steps(args: argparse.Namespace, count: int = 60) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Start:
         samples: The size of a dataset that a sampler draws from. 0: batches depend on the name and the round.
         checkpoint: A file that the member loads before `wrap` if it exists, and writes after its last round.
         forks_child: Whether it forks a process that survives it.
+        standby: As for `join`.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Start:
     samples: int = 0
     checkpoint: str = ""
     forks_child: bool = False
+    standby: bool = False
 
 
 def say(*words: object) -> None:
@@ -205,6 +207,7 @@ def train(start: Start) -> None:
         timeout=start.timeout_s,
         heartbeat_s=start.heartbeat_s,
         min_members=start.min_members,
+        standby=start.standby,
     )
     say(start.name, "joined", members.id)
     model = make_model(start.width)

@@ -10,6 +10,7 @@ import pytest
 
 import commlib
 from commlib.algorithms.channels import Weights
+from commlib.elastic.registry import Rules
 from tests.elastic.job import Job, Template, running
 from tests.elastic.test_rounds import REFUSED
 
@@ -119,6 +120,22 @@ def test_a_member_that_leaves(template: Template, tmp_path: Path) -> None:
         job.wait("a left", "b left")
         same(job, "a", "b")
         assert [world for world, _ in job.rounds("a").values()] == [3, 3, 2, 2, 2, 2, 2]
+
+
+def test_a_member_on_standby_takes_the_place_of_a_lost_one(template: Template, tmp_path: Path) -> None:
+    """It waits in `wrap` while the view has as many members as the service's target."""
+    with running(template, tmp_path / "journal", Rules(is_fresh=True, target_members=3)) as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3, "6": 3}}
+        job.start("a", "b", **common)
+        job.start("c", trap=("backward", 5), **common)
+        job.start("d", seed=1, standby=True, **common)
+        job.wait("c at backward")
+        assert not job.said("d", "round")
+        job.signal("c")
+        job.wait("a left", "b left", "d left")
+        same(job, "a", "b", "d")
+        assert min(job.rounds("d")) in (5, 6)
+        assert job.rounds("d")[ROUNDS][0] == 3
 
 
 def test_the_service_is_away(template: Template, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_example(examples: Examples, tmp_path: Path) -> None:
 def test_torchrun_starts_a_lost_member_again(examples: Examples) -> None:
     """One agent for each member, which has no connection to the other agents."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "--max-restarts", "3")
-    options = ("--epochs", "8", "--min-members", "2")
+    options = ("--epochs", "3", "--min-members", "2")
     examples.start(*options)
     agent = examples.start(*options, launcher=torchrun)
     examples.wait("epoch 0: 2 members")

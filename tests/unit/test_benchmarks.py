@@ -449,11 +449,9 @@ def test_ranks_get_arguments_and_environment(tmp_path):
 # -- a real run -------------------------------------------------------------------------------------------------------
 
 
-def run(
-    name: str, *args: str, model: str = "bytes-tiny", where: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def run(name: str, *args: str, where: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [*where, sys.executable, str(BENCHMARKS / name), *args, "--model", model]
+    command = [*where, sys.executable, str(BENCHMARKS / name), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
@@ -463,7 +461,7 @@ def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
     names = ["ddp@25", "commlib:allreduce@4", "none"]
     short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2", "--memory-runs", "1")
-    done = run("step.py", "--systems", ",".join(names), *short, "--json", str(out))
+    done = run("step.py", "--systems", ",".join(names), *short, "--model", "bytes-tiny", "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(name in done.stdout for name in names)
     result = json.loads(out.read_text())
@@ -487,12 +485,34 @@ def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
     out, options = tmp_path / "out.json", "(period=1,rest=0.0)"
     names = f"none,commlib:async_sgd{options},bound:async_sgd{options}"
     short = ("--reps", "5", "--block", "20", "--warmup", "5", "--memory-steps", "0")
-    done = run("step.py", "--systems", names, *short, "--json", str(out), where=OWN_LOOPBACK)
+    done = run("step.py", "--systems", names, *short, "--model", "bytes-tiny", "--json", str(out), where=OWN_LOOPBACK)
     assert done.returncode == 0, done.stdout + done.stderr
     bare, own, bound = json.loads(out.read_text())["rows"]
     assert own["to_lower_bound"] > 0
     assert bare["wire_bytes"] < 0.01 * bound["wire_bytes"]
     assert 0.5 < bound["wire_bytes"] / own["wire_bytes"] < 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--kills", "2", "--mb", "0.1", "--compute-ms", "20"), {"kills": 2, "members": 4}),
+        (("--losses", "digits", "--steps", "40", "--every", "15", "--seeds", "3"), {"kills": 2, "seed": 3}),
+    ],
+)
+def test_elastic_kills_members(tmp_path, options, expected):
+    out = tmp_path / "out.json"
+    done = run("elastic.py", *options, "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert {name: row[name] for name in expected} == expected
+    if "gap_percent" in row:
+        assert row["disturbed_loss"] != row["undisturbed_loss"]
+        assert abs(row["gap_percent"]) < 50
+    else:
+        assert 0 < row["median_extra_s"] <= row["longest_extra_s"]
 
 
 def test_an_algorithm_that_sends_outside_of_rounds_has_no_bound():
