@@ -197,19 +197,17 @@ class Job:
         while not any(ends and ends[-1][0] >= number for ends in self.ends.values()):
             self.read()
 
-    def replace(self, pid: int) -> None:
-        """Kill a member, and start another one."""
-        del self.ends[pid]
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        self.start()
-
     def kill(self, pid: int) -> float:
-        """Kill a member; return the seconds until all others have ended another round."""
+        """Kill a member; return when, in seconds of the monotonic clock."""
         del self.ends[pid]
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         os.waitpid(pid, 0)
+        return killed_s
+
+    def kill_and_wait(self, pid: int) -> float:
+        """Kill a member; return the seconds until all others have ended another round."""
+        killed_s = self.kill(pid)
         while not all(ends and ends[-1][1] > killed_s for ends in self.ends.values()):
             self.read()
         first = [next(at_s for _, at_s in ends if at_s > killed_s) for ends in self.ends.values()]
@@ -241,7 +239,7 @@ def measure_kills(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.kills):
             rounds_s += job.durations()
             time.sleep(choose.uniform(0, 2 * statistics.median(rounds_s)))
-            kills_s.append(job.kill(choose.choice(sorted(job.ends))))
+            kills_s.append(job.kill_and_wait(choose.choice(sorted(job.ends))))
             job.start()
             job.wait(8)
     finally:
@@ -290,7 +288,8 @@ def final_loss(args: argparse.Namespace, with_kills: bool) -> tuple[float, int]:
             for due in dues:
                 job.wait_for(due)
                 time.sleep(choose.uniform(0, 2 * statistics.median(job.durations())))
-                job.replace(choose.choice(sorted(job.ends)))
+                job.kill(choose.choice(sorted(job.ends)))
+                job.start()
             Path(args.may_end).touch()
             while len(job.losses) < len(job.ends):
                 job.read()

@@ -153,15 +153,13 @@ class Sessions:
 
         Raises:
             Excluded: This member is not in the newest view.
-            StoreLost: No view came, or could be settled, within the timeout since the last one came.
+            StoreLost: No such view came in time.
             CommlibError: The members cannot train together.
         """
-        began_s, awaited = time.monotonic(), self._newest
+        began_s = time.monotonic()
         while True:
             with self._changed:
                 self._check()
-                if self._newest is not awaited:
-                    began_s, awaited = time.monotonic(), self._newest
                 found = self._settled
                 is_paused = found is not None and len(found.view.members) < self._membership.min_members
                 if found is not None and found.view.number > after and not is_paused:

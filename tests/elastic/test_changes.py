@@ -138,35 +138,23 @@ def test_a_member_on_standby_takes_the_place_of_a_lost_one(template: Template, t
         assert job.rounds("d")[ROUNDS][0] == 3
 
 
-def test_the_service_is_away(template: Template, tmp_path: Path) -> None:
-    """Members train without it. When one is lost, the others wait for the service, and continue."""
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_service_is_away(template: Template, tmp_path: Path, is_replaced: bool) -> None:
+    """Members train without it, also if a process without the token takes its place. After a loss they wait for it."""
     with running(template, tmp_path / "journal") as job:
         common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
         job.start("a", "b", **common)
         job.start("c", trap=("collective", 5), **common)
         job.wait("a round 2")
         job.stop_serving()
+        if is_replaced:
+            job.serve("another secret", tmp_path / "another journal")
+            job.wait("a log elastic: the process at")
         job.wait("c at collective")
+        if is_replaced:
+            job.stop_serving()
         job.signal("c")
         job.serve()
-        job.wait("a left", "b left")
-        same(job, "a", "b")
-        assert [worlds for worlds, _ in job.rounds("a").values()] == [3, 3, 3, 3, 2, 2, 2]
-
-
-def test_another_service_takes_its_place(template: Template, tmp_path: Path) -> None:
-    """One without the token, at the same address: members train, and return to the job's service."""
-    with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
-        job.start("a", "b", **common)
-        job.start("c", trap=("collective", 5), **common)
-        job.wait("a round 2")
-        job.stop_serving()
-        job.serve("another secret", tmp_path / "another journal")
-        job.wait("a log elastic: the process at", "c at collective")
-        job.stop_serving()
-        job.serve()
-        job.signal("c")
         job.wait("a left", "b left")
         same(job, "a", "b")
         assert [world for world, _ in job.rounds("a").values()] == [3, 3, 3, 3, 2, 2, 2]
