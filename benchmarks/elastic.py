@@ -3,10 +3,14 @@
 python benchmarks/elastic.py --algorithms allreduce,topk --members 4,8 --kills 30 --json out.json
 python benchmarks/elastic.py --static --json out.json        # steps without kills, compared with a static group
 python benchmarks/elastic.py --losses digits --steps 300 --seeds 0,1,2 --json out.json    # the loss with kills
+python benchmarks/elastic.py --joins 3 --algorithms diloco --period 100 --mb 64 --json out.json    # joins
 
 Members are forked from one process that has imported everything. Each step sleeps instead of computing, so that several
 members fit two cores. After each kill another member joins. The time of a kill is that from the kill to the end of the
 next round at the last of the others, less the median duration of an undisturbed round of the same run.
+
+With `--joins`, members join one after the other, and the longest step of the others meanwhile is compared with their
+median step: with the state in the background, and without that. The optimizer is AdamW.
 
 With `--losses`, members train a model of the other benchmarks on its data, once undisturbed and once with a kill and a
 join every `--every` rounds, from the same weights. Rank r draws the batch (seed, round, r) in both runs.
@@ -39,6 +43,7 @@ from torch import nn
 from worker import schedule
 
 import commlib
+from commlib.elastic.precopy import PreCopy
 from commlib.kernels import native
 
 _LIMIT_S = 120.0
@@ -52,6 +57,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mb", type=float, default=8.0, help="size of the gradients, in MB")
     parser.add_argument("--compute-ms", type=float, default=100.0, help="duration of the sleep in each step")
     parser.add_argument("--static", action="store_true", help="compare steps with those of a static group instead")
+    parser.add_argument("--joins", type=int, default=0, help="measure this many joins instead")
+    parser.add_argument("--period", type=int, help="period of an algorithm with local steps, with --joins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--losses", metavar="MODEL", choices=sorted(WORKLOADS), help="compare losses on this model")
     parser.add_argument("--steps", type=int, default=300, help="rounds of each run, with --losses")
@@ -71,8 +78,12 @@ def train(args: argparse.Namespace, group: Any, steps: Any, out: int) -> None:
     """Make steps, and write the number and the end of each to a pipe."""
     torch.manual_seed(0)
     model = make_model(args.mb * 1e6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    commlib.wrap(model, args.algorithm, optimizer=optimizer, process_group=group, bucket_cap_mb=25)
+    make = torch.optim.AdamW if args.joins else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=1e-3)
+    algorithm = commlib.algorithms.create(args.algorithm)
+    if args.period:
+        algorithm = type(algorithm)(period=args.period)  # type: ignore[call-arg]
+    commlib.wrap(model, algorithm, optimizer=optimizer, process_group=group, bucket_cap_mb=25)
     inputs = torch.randn(1, model[0].in_features)
     for step in steps(group):
         time.sleep(args.compute_ms / 1000)
@@ -258,6 +269,64 @@ def measure_kills(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_joins(args: argparse.Namespace) -> dict[str, Any]:
+    """Let members join, with the state in the background and without."""
+    return {
+        "algorithm": args.algorithm,
+        "members": args.members,
+        "mb": args.mb,
+        "period": args.period,
+        "compute_ms": args.compute_ms,
+        "joins": args.joins,
+        "in_background": longest_steps(args),
+        "while_others_wait": longest_steps(args, in_background=False),
+    }
+
+
+def longest_steps(args: argparse.Namespace, in_background: bool = True) -> dict[str, Any]:
+    """Let members join one after the other; return the longest step of the others during each join, in seconds."""
+    job, longest_s, joins_s, steps_s = Job(args, sleep_and_train), [], [], []
+
+    def omit(*_: Any) -> None:
+        pass
+
+    before = PreCopy._receive
+    try:
+        if not in_background:
+            PreCopy._receive = omit  # type: ignore[method-assign]
+        for _ in range(args.members):
+            job.start()
+        job.wait(8)
+        marks = {pid: len(ends) for pid, ends in job.ends.items()}
+        job.wait(2 * (args.period or 8))
+        undisturbed_s = max(b[1] - a[1] for pid, e in job.ends.items() for a, b in itertools.pairwise(e[marks[pid] :]))
+        for _ in range(args.joins):
+            others = dict(job.ends)
+            marks = {pid: len(ends) for pid, ends in others.items()}
+            began_s = time.monotonic()
+            new = job.start()
+            while not job.ends[new]:
+                job.read()
+            joins_s.append(job.ends[new][0][1] - began_s)
+            until = {pid: len(ends) + 1 for pid, ends in others.items()}  # the step in which it takes part
+            while any(len(ends) < until[pid] for pid, ends in others.items()):
+                job.read()
+            during = [b[1] - a[1] for pid, e in others.items() for a, b in itertools.pairwise(e[marks[pid] - 1 :])]
+            longest_s.append(max(during))
+            steps_s += during
+            job.kill(new)
+            job.wait(8)
+    finally:
+        job.close()
+        PreCopy._receive = before  # type: ignore[method-assign]
+    return {
+        "step_s": statistics.median(steps_s),
+        "longest_undisturbed_step_s": undisturbed_s,
+        "longest_step_s": longest_s,
+        "join_s": joins_s,
+    }
+
+
 def measure_losses(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the loss with that of an undisturbed run of the same seed."""
     undisturbed, _ = final_loss(args, with_kills=False)
@@ -349,6 +418,7 @@ def main() -> None:
     native.load()
     rows = []
     measure = measure_losses if args.losses else measure_steps if args.static else measure_kills
+    measure = measure_joins if args.joins else measure
     seeds = args.seeds.split(",") if args.losses else [args.seed]
     for algorithm, count, seed in itertools.product(args.algorithms.split(","), args.members.split(","), seeds):
         args.algorithm, args.members, args.seed = algorithm, int(count), int(seed)

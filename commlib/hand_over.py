@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
+import queue
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +19,23 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, OptimizerState, Weights
 from commlib.engine import optimizers
 from commlib.errors import ConfigError
+from commlib.state_copies import Copy, path_of, with_tensors, without_tensors
 from commlib.transport import plain
 from commlib.transport.base import Communication, Communicator
 
 if TYPE_CHECKING:
     from commlib.elastic.members import Members
     from commlib.elastic.positions import Positions
+    from commlib.elastic.progress import NewMember
     from commlib.elastic.sessions import Settled
+    from commlib.elastic.views import View
     from commlib.replica import Replica
 
+_log = logging.getLogger("commlib")
+
 _FORMAT = 1
+#: How long to wait for the next step of the training thread, in seconds and in steps. It may evaluate, or be paused.
+_PATIENCE_S, _PATIENCE_STEPS = 2.0, 4
 
 
 def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
@@ -56,7 +68,14 @@ class HandOver:
     """
 
     def __init__(self, replica: Replica, members: Members) -> None:
-        self._replica, self._shared, self._samplers = replica, members.shared, members.samplers
+        self._replica, self._members = replica, members
+        self._shared, self._samplers = members.shared, members.samplers
+        self._copies: dict[tuple[int, int], Copy] = {}  # that joining members have received, by id and generation
+        self._requests: queue.SimpleQueue[tuple[Copy, queue.SimpleQueue[Copy | Exception]]] = queue.SimpleQueue()
+        self._stepped_s: float | None = None  # when the last step ended
+        self._step_s = 0.0  # the duration of the last step
+        own = weakref.ref(self)
+        replica.engine.when_stepped = lambda: (state := own()) and state._stepped()
 
     def __call__(self, settled: Settled) -> None:
         """Send or receive the state, if the view has new members, and agree on the positions of samplers.
@@ -71,28 +90,106 @@ class HandOver:
             return
         transport = engine.session.transport
         comm = Communicator(transport.rank, transport.world_size)
-        is_donor, is_new = bool(agreement.new) and comm.rank == agreement.donor, comm.rank in agreement.new
-        tensors: list[torch.Tensor] = []
-        own = _without_tensors(self._state(), tensors) if is_donor else None
-        described = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors]
+        receivers = [each for each in agreement.new if each.donor == comm.rank]
+        own, tensors, missing = None, {}, {}
+        if receivers:
+            own = without_tensors(self._state(), tensors)
+            missing = {each.rank: self._missing(each, settled.view, tensors) for each in receivers}
+        described = [(path, list(each.shape), str(each.dtype).removeprefix("torch.")) for path, each in tensors.items()]
         positions = [each.positions for each in self._samplers]
         drawn = [(each.end, each.last_epoch) for each in positions]
-        of_all = transport.gather_objects((own, described, drawn))
-        _agree_on_positions(positions, [each for _, _, each in of_all], comm, agreement.new)
+        of_all = transport.gather_objects((own, described, missing, drawn))
+        _agree_on_positions(positions, [each for *_, each in of_all], comm, [each.rank for each in agreement.new])
         if not agreement.new:
             return
-        skeleton, layout, _ = of_all[agreement.donor]
-        if is_new:
-            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in layout]
+        received: dict[str, torch.Tensor] = {}
+        donor = next((each.donor for each in agreement.new if each.rank == comm.rank), None)
+        if donor is not None:
+            _, layout, missing_of, _ = of_all[donor]
+            lacks = set(missing_of[comm.rank])
+            found = [each for each in layout if each[0] in lacks]
+            received = {path: torch.empty(shape, dtype=getattr(torch, dtype)) for path, shape, dtype in found}
 
         def send() -> Communication:
-            sends = [(rank, each) for rank in agreement.new for each in tensors] if is_donor else []
-            receives = [(agreement.donor, each) for each in tensors] if is_new else []
+            sends = [(rank, tensors[path]) for rank, paths in missing.items() for path in paths]
+            receives = [] if donor is None else [(donor, each) for each in received.values()]
             yield comm.exchange(sends, receives)
 
         engine.session.attempt("handing over the state to new members", send())
-        if is_new:
-            self._load(_with_tensors(skeleton, tensors))
+        if donor is not None:
+            in_background = self._members.received
+            self._load(with_tensors(of_all[donor][0], {**in_background, **received}))
+            _log.info(
+                "elastic: received %d bytes of state in the background, and %d while the others waited",
+                sum(each.nbytes for path, each in in_background.items() if path not in received),
+                sum(each.nbytes for each in received.values()),
+            )
+
+    # --- copies for joining members, see [Note: pre-copy] in `elastic/precopy.py` -----------------------------------
+
+    def copy_for(self, joiner: tuple[int, int], limit_s: float) -> Mapping[str, torch.Tensor]:
+        """Return copies of the tensors that a joining member lacks, and remember them. On a thread of its own.
+
+        In a period of local steps, it is all of the state: until the next round, it stays as useful as it is. An
+        algorithm on gradients changes its state with each step, so it is only the frozen parameters.
+
+        Raises:
+            TimeoutError: The training thread makes no step.
+        """
+        before = self._copies.get(joiner, Copy({}, 0, False))
+        now = self._requested(before, limit_s) if self._is_local else before.missing_of(self._frozen())
+        self._copies[joiner] = dataclasses.replace(now, tensors={**before.tensors, **now.tensors})
+        return now.tensors
+
+    def forget(self, joiner: tuple[int, int]) -> None:
+        """Forget the tensors that a member has received."""
+        self._copies.pop(joiner, None)
+
+    def _missing(self, new: NewMember, view: View, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the paths of the tensors that a new member lacks."""
+        member = view.members[new.rank]
+        copy = self._copies.get((member.id, member.generation)) if new.has_copy else None
+        return list(tensors) if copy is None else copy.missing(Copy(tensors, self.num_rounds, self._is_local))
+
+    @property
+    def _is_local(self) -> bool:
+        engine = self._replica.engine
+        return isinstance(engine.algorithm.channel, Weights) and not engine.counter.is_warming_up
+
+    def _requested(self, before: Copy, limit_s: float) -> Copy:
+        """Return a copy of the missing tensors, which the training thread makes after its next step."""
+        reply: queue.SimpleQueue[Copy | Exception] = queue.SimpleQueue()
+        self._requests.put((before, reply))
+        limit_s = min(limit_s, _PATIENCE_S + _PATIENCE_STEPS * self._step_s) if self._stepped_s else 0.0
+        try:
+            found = reply.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeoutError(f"the training thread made no step within {limit_s:.1f} s") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _stepped(self) -> None:
+        """Answer the requests for copies. After each step of the training thread."""
+        now_s = time.monotonic()
+        self._step_s, self._stepped_s = now_s - (self._stepped_s or now_s), now_s
+        while not self._requests.empty():
+            before, reply = self._requests.get()
+            try:
+                tensors: dict[str, torch.Tensor] = {}
+                without_tensors(self._state(), tensors)
+                reply.put(before.missing_of(Copy(tensors, self.num_rounds, self._is_local)))
+            except Exception as error:  # it must not end the training
+                reply.put(error)
+
+    def _frozen(self) -> Copy:
+        """Return the frozen parameters. If one of them changes while it is copied, its bits differ later."""
+        bare = self._replica.bare
+        names = {name for name, each in bare.named_parameters() if not each.requires_grad}
+        found = {path_of("", "model", name): each for name, each in self._tensors().items() if name in names}
+        return Copy(found, self.num_rounds, False)
+
+    # --- the state --------------------------------------------------------------------------------------------------
 
     @property
     def num_rounds(self) -> int:
@@ -138,7 +235,7 @@ class HandOver:
             ConfigError: An optimizer, or an object passed to `Members.share`, has state that is neither tensors nor
                 plain values.
         """
-        plain.encode(_without_tensors(self._state(), []))
+        plain.encode(without_tensors(self._state(), {}))
 
     def _state(self) -> dict[str, Any]:
         engine = self._replica.engine
@@ -182,27 +279,3 @@ def _agree_on_positions(
         of_old = [ends[number] for rank, ends in enumerate(drawn) if rank not in new]
         base, epoch = max(end for end, _ in of_old), max(epoch for _, epoch in of_old)
         each.admit(base, epoch, comm.rank, comm.world_size, new)
-
-
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return nested data with each tensor replaced by its place in `tensors`, where it is appended."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach().contiguous())
-        return ("tensor", len(tensors) - 1)
-    if isinstance(value, Mapping):
-        return ("dict", [(key, _without_tensors(each, tensors)) for key, each in value.items()])
-    if isinstance(value, list | tuple):
-        return ("list" if isinstance(value, list) else "tuple", [_without_tensors(each, tensors) for each in value])
-    return ("plain", value)
-
-
-def _with_tensors(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the data that `_without_tensors` turned into `skeleton` and `tensors`."""
-    kind, value = skeleton
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: _with_tensors(each, tensors) for key, each in value}
-    if kind == "plain":
-        return value
-    return (list if kind == "list" else tuple)(_with_tensors(each, tensors) for each in value)

@@ -173,6 +173,7 @@ def _enter(members: Any, replica: Replica, digest: str) -> None:
     hand_over.check()
     members.begin(hand_over, digest)
     replica.engine.session.enter(is_new=True)
+    members.entered()
 
 
 def _tuner_of(engine: Engine, connect: Callable[[], Transport], replica: Replica) -> Any:

@@ -74,6 +74,7 @@ PLACED = {
             "replica",
             "set_up",
             "shard",
+            "state_copies",
             "tuner",
             "verify",
         ],

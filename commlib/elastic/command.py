@@ -113,6 +113,7 @@ def ask(host: str, port: int, token: bytes) -> StatusReply:
 def _table(reply: StatusReply) -> Table:
     view = reply.view
     title = "no view yet" if view is None else f"view {view.number} of {len(view.ids)} members"
+    title += "" if reply.rows else "; no member is connected"
     table = Table(title=title, title_justify="left")
     for column in ("id", "name", "generation", "address", "state", "connected in view", "silent, s"):
         table.add_column(column, justify="left" if column in ("name", "address", "state") else "right")

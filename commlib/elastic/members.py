@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.utils.data
 
-from commlib.elastic.membership import Membership
+from commlib.elastic.membership import Membership, parsed
+from commlib.elastic.precopy import Donor, PreCopy, Source
 from commlib.elastic.sampler import Loader, Sampler
 from commlib.elastic.sessions import Sessions, Settled
 from commlib.elastic.transport import ElasticTransport
 from commlib.elastic.views import Join, Joining, View
 from commlib.errors import ConfigError
+from commlib.transport.closing import Finalizer
 
 
 class Stateful(Protocol):
@@ -29,7 +34,7 @@ class Stateful(Protocol):
         ...
 
 
-class JobState(Stateful, Protocol):
+class JobState(Stateful, Source, Protocol):
     """The state of a wrapped model and of everything that belongs to it. See `commlib.hand_over`."""
 
     @property
@@ -61,7 +66,18 @@ class Members:
         self._loaded: dict[str, Any] | None = None
         self._transport: ElasticTransport | None = None
         self._is_ready = False
-        self._membership = Membership(address, token, join, timeout_s, self._on_view, self._on_joining)
+        self._is_standby = join.standby
+        self._donor = Donor(parsed(address)[0], token, timeout_s)
+        self._pre_copy = PreCopy(token, timeout_s, self._ready)
+        self._parts: list[Any] = [self._donor, self._pre_copy]  # to be closed, the last one first
+        request = replace(join, data=self._donor.port)
+        try:
+            self._membership = Membership(address, token, request, timeout_s, self._on_view, self._on_joining)
+        except BaseException:
+            self._donor.close()
+            raise
+        self._parts.append(self._membership)
+        self._finalizer = Finalizer(self, partial(_end_all, self._parts), "the members of an elastic job")
 
     # --- for users --------------------------------------------------------------------------------------------------
 
@@ -156,9 +172,10 @@ class Members:
         self._membership.leave()
 
     def close(self) -> None:
-        """Leave the job and end the connection to the service. Idempotent."""
+        """Leave the job, and end all connections and threads. Idempotent. Otherwise, the exit does this."""
+        self._finalizer.detach()
         self._membership.leave()
-        self._membership.close()
+        _end_all(self._parts)
 
     def __enter__(self) -> Members:
         return self
@@ -196,7 +213,8 @@ class Members:
             raise ConfigError("elastic: these members have trained a model already; join again for another one")
         if device.type != "cpu":
             raise ConfigError(f"elastic groups take models on the CPU; this one is on {device}")
-        self._sessions = Sessions(self._membership, timeout_s)
+        self._sessions = Sessions(self._membership, timeout_s, self._is_outside)
+        self._parts.insert(-1, self._sessions)  # after the connection to the service, whose end ends waits for keys
         self._transport = ElasticTransport(self._sessions, [each.positions for each in self.samplers])
         return self._transport
 
@@ -217,19 +235,49 @@ class Members:
             self._loaded = None
         self._state = self._transport.hand_over = state
         self._sessions.begin(state.num_rounds, model)
+        self._donor.begin(state)
         self._is_ready = True
         if (view := self._membership.view) is not None:
             self._sessions.follow(view)
         elif (joining := self._membership.joining) is not None:
-            self._membership.ready(joining.number)
+            self._on_joining(joining)
+
+    def entered(self) -> None:
+        """Drop the tensors that were received in the background, after this member has entered a view."""
+        self._pre_copy.close()
+
+    @property
+    def received(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that were received in the background, by path."""
+        return self._pre_copy.tensors
 
     def _on_view(self, view: View) -> None:
         if self._is_ready and self._sessions is not None:
             self._sessions.follow(view)
 
     def _on_joining(self, joining: Joining) -> None:
-        if self._is_ready and any(member.id == self._membership.me.id for member, _ in joining.joining):
-            self._membership.ready(joining.number)
+        if not self._is_ready:
+            return
+        me = self._membership.me
+        if (donor := next((donor for member, donor in joining.joining if member.id == me.id), None)) is not None:
+            self._pre_copy.follow(joining.number, (me.id, me.generation), donor)
+
+    def _is_outside(self) -> bool:
+        """Whether this member is on standby, or receives the state in the background."""
+        is_on_standby = self._is_standby and self._membership.view is None and self._membership.joining is None
+        return is_on_standby or self._pre_copy.is_under_way
+
+    def _ready(self, number: int) -> None:
+        """Ask the service to enter the next view. Called on a thread of the pre-copy or of the membership."""
+        assert self._sessions is not None
+        donor = self._pre_copy.donor
+        self._sessions.copied_from(-1 if donor is None else donor.id)
+        self._membership.ready(number)
+
+
+def _end_all(parts: list[Any]) -> None:
+    for each in reversed(parts):
+        each.close()
 
 
 def join(

@@ -47,6 +47,8 @@ _BEATS = 4
 #: The pauses between attempts to reach the service, in seconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _RECEIVED_BYTES = 1 << 16
+#: A wait that takes longer is logged, in seconds.
+SILENT_S = 3.0
 #: How long `close` waits for the thread, in seconds.
 _END_S = 5.0
 
@@ -86,7 +88,7 @@ class Membership:
     ) -> None:
         self.me = Member(-1, 0, join.name, join.address, join.data)
         self.reason = ""
-        self.address, self._where = address, _parsed(address)
+        self.address, self._where = address, parsed(address)
         self._token, self._join, self._timeout_s = token, join, timeout_s
         self._on_view, self._on_joining = on_view, on_joining
         self._changed = locks.condition("membership")
@@ -167,8 +169,11 @@ class Membership:
         return self._view is not None and len(self._view.members) >= self._min_members
 
     def _wait(self, is_done: Callable[[], object], timeout_s: float, what: str) -> None:
+        is_over = lambda: is_done() or self._error is not None  # noqa: E731
         with self._changed:
-            if not self._changed.wait_for(lambda: is_done() or self._error is not None, timeout_s):
+            if not self._changed.wait_for(is_over, min(SILENT_S, timeout_s)) and timeout_s > SILENT_S:
+                _log.warning("elastic: waiting for %s, at most %g s", what, timeout_s)
+            if not self._changed.wait_for(is_over, max(0.0, timeout_s - SILENT_S)):
                 raise StoreLost(f"waited {timeout_s:g} s for {what}; the service at {self.address} {self.connection}")
             self.check()
 
@@ -202,6 +207,8 @@ class Membership:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        if self._store is not None:
+            self._store.end()
         self._end_connection()
         if self._thread is not threading.current_thread():
             self._thread.join(_END_S)
@@ -342,7 +349,12 @@ class Membership:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _parsed(address: str) -> tuple[str, int]:
+def parsed(address: str) -> tuple[str, int]:
+    """Return the host and the port of "host:port".
+
+    Raises:
+        ConfigError: It is something else.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"elastic: expected host:port, got {address!r}")

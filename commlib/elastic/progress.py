@@ -23,6 +23,7 @@ class Progress:
         is_new: Whether it has not received the state yet.
         has_initial_state: Whether it was a member when the job began, so that the job may begin with its state.
         model: A digest of its model and options.
+        source: The id of the member from which it has received state in the background; -1 without one.
     """
 
     agreed: int = 0
@@ -30,6 +31,7 @@ class Progress:
     is_new: bool = True
     has_initial_state: bool = False
     model: str = ""
+    source: int = -1
 
     def follow(self, agreement: Agreement) -> None:
         """Take an agreement: a complete round counts, or it is repeated."""
@@ -54,27 +56,41 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class NewMember:
+    """A member that has not had the state before this view.
+
+    Attributes:
+        rank: Its rank.
+        donor: The rank whose state it receives.
+        has_copy: Whether it has received state from that rank in the background.
+    """
+
+    rank: int
+    donor: int
+    has_copy: bool = False
+
+
+@dataclass(frozen=True)
 class Agreement:
     """The agreement of the members of a view.
 
     Attributes:
         agreed: The last round whose result all of them have; they continue with the next one.
-        donor: The rank whose state the new members receive.
-        new: The ranks of the new members.
+        new: The new members.
     """
 
     agreed: int
-    donor: int
-    new: tuple[int, ...]
+    new: tuple[NewMember, ...]
 
 
-def agree(members: Sequence[Progress], rank: int) -> Agreement:
+def agree(members: Sequence[Progress], ids: Sequence[int], rank: int) -> Agreement:
     """Return the agreement of the members of a view, in rank order. See [Note: agreement] in `engine/session.py`.
 
     If all members are new, the donor is one that was there when the job began: the first of those with most rounds.
 
     Args:
         members: The progress that each of them has reported.
+        ids: Their ids.
         rank: This member.
 
     Raises:
@@ -99,7 +115,7 @@ def agree(members: Sequence[Progress], rank: int) -> Agreement:
     if others := [each for each, member in enumerate(members) if member.model != model]:
         raise OtherModel(f"ranks {others} have another model or other options")
     if not old:
-        return Agreement(members[donor].agreed, donor, tuple(each for each in new if each != donor))
+        return Agreement(members[donor].agreed, tuple(NewMember(each, donor) for each in new if each != donor))
     agreed = max(members[each].agreed for each in old)
     complete = {members[each].complete for each in old}
     if len(complete) == 1 and complete.pop()[0] == agreed + 1:
@@ -108,4 +124,7 @@ def agree(members: Sequence[Progress], rank: int) -> Agreement:
         member = members[each]
         if member.agreed != agreed and (member.agreed, member.complete[0]) != (agreed - 1, agreed):
             raise CommlibError(f"rank {each} cannot continue after round {agreed}: {member}. This is a bug in commlib")
-    return Agreement(agreed, donor, tuple(new))
+    of_id = {ids[each]: each for each in old}
+    sources = [of_id.get(members[each].source) for each in new]
+    pairs = zip(new, sources, strict=True)
+    return Agreement(agreed, tuple(NewMember(r, donor) if s is None else NewMember(r, s, True) for r, s in pairs))

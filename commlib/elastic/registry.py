@@ -82,6 +82,7 @@ class Record:
     heartbeat_s: float
     heard_s: float
     settled: int = 0
+    donor: Member | None = None  # while it is joining
 
 
 @dataclass(frozen=True)
@@ -332,12 +333,14 @@ class Registry(Generic[C]):
         """Send the joining members and their donors to all members of the view and to the joining ones."""
         if self.view is None:
             return
-        donors = [record.member.id for record in self._members()]
+        members = [record.member for record in self._members()]
         joining = [r for r in self.records.values() if r.stage is Stage.JOINING]
-        if not donors:
+        if not members:
             return
-        pairs = tuple((record.member, donors[record.member.id % len(donors)]) for record in joining)
-        message = Joining(self.view.number, pairs)
+        for record in joining:
+            if record.donor not in members:  # it keeps its donor while that is there
+                record.donor = members[record.member.id % len(members)]
+        message = Joining(self.view.number, tuple((r.member, r.donor) for r in joining if r.donor is not None))
         for connection, record in self.records.items():
             if record.stage is Stage.MEMBER or record in joining:
                 self._send(connection, message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from commlib import locks
-from commlib.elastic.membership import Membership, ViewOver
+from commlib.elastic.membership import SILENT_S, Membership, ViewOver
 from commlib.elastic.progress import Agreement, Progress, agree
 from commlib.elastic.ranks import ViewRanks
 from commlib.elastic.views import View
@@ -28,10 +29,17 @@ from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 
+#: Logged by a member that waits for its first view.
+_NO_VIEW = (
+    "elastic: waiting for a view, at most %g s. The service at %s %s. Without --fresh it waits for the members of an "
+    "earlier run of the job; with min_members also for others"
+)
 #: How long a member waits for the service to find the cause of a break before it asks for another view, in seconds.
 _UNNOTICED_S = 1.0
 #: How long an aborted communicator stays open, so that its works can end or be abandoned, in seconds.
 _LINGER_S = 1.0
+#: How long `close` waits for each thread, in seconds.
+_END_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +68,14 @@ class Sessions:
     Args:
         membership: This member.
         timeout_s: How long a collective, the set-up of a view and a new view may take, in seconds.
+        is_outside: Whether this member has no view yet and does not ask for one, so that it may wait for any time.
     """
 
-    def __init__(self, membership: Membership, timeout_s: float) -> None:
+    def __init__(
+        self, membership: Membership, timeout_s: float, is_outside: Callable[[], bool] = lambda: False
+    ) -> None:
         self.timeout_s = timeout_s
+        self._is_outside = is_outside
         self._membership = membership
         self._progress = Progress()
         self._changed = locks.condition("elastic sessions")
@@ -74,13 +86,15 @@ class Sessions:
         self._changing_since_s: float | None = None  # until the training thread has entered a view
         self._paused = 0  # the number of the last view for which a pause was logged
         self._old: list[TorchTransport] = []
+        self._threads: set[threading.Thread] = set()
+        self._is_over = threading.Event()
 
     # --- views, on their threads ------------------------------------------------------------------------------------
 
     def follow(self, view: View) -> None:
         """Begin to settle a view. Called on the thread of the membership."""
         with self._changed:
-            if self._newest is not None and self._newest.number >= view.number:
+            if self._is_over.is_set() or (self._newest is not None and self._newest.number >= view.number):
                 return
             self._newest, self._broken = view, None
             self._changing_since_s = self._changing_since_s or time.monotonic()
@@ -89,7 +103,11 @@ class Sessions:
             if before is not None:
                 self._old.append(before.transport)
             self._changed.notify_all()
-        threading.Thread(target=self._settle, args=(view,), name=f"commlib view {view.number}", daemon=True).start()
+            thread = threading.Thread(
+                target=self._settle, args=(view,), name=f"commlib view {view.number}", daemon=True
+            )
+            self._threads = {each for each in self._threads if each.is_alive()} | {thread}
+            thread.start()
 
     def _settle(self, view: View) -> None:
         began_s = time.monotonic()
@@ -114,7 +132,7 @@ class Sessions:
             self._membership.leave()
         finally:
             if old:
-                time.sleep(_LINGER_S)
+                self._is_over.wait(_LINGER_S)
             for each in old:
                 each.close()
             if transport is not None and not self._is_settled(transport):
@@ -125,7 +143,8 @@ class Sessions:
             if self._newest is not view:
                 return
             own = self._progress.as_plain()
-        agreement = agree([Progress.of_plain(each) for each in transport.gather_objects(own)], transport.rank)
+        members = [Progress.of_plain(each) for each in transport.gather_objects(own)]
+        agreement = agree(members, view.ids, transport.rank)
         with self._changed:
             if self._newest is not view:
                 return
@@ -156,7 +175,7 @@ class Sessions:
             StoreLost: No such view came in time.
             CommlibError: The members cannot train together.
         """
-        began_s = time.monotonic()
+        began_s, is_logged = time.monotonic(), False
         while True:
             with self._changed:
                 self._check()
@@ -168,7 +187,12 @@ class Sessions:
                     self._log_pause(found.view)
                 broken = self._broken
                 self._changed.wait(_UNNOTICED_S / 4)
+            if self._is_outside():
+                began_s = time.monotonic()
             waited_s = time.monotonic() - began_s
+            if self._newest is None and waited_s > SILENT_S and not is_logged:
+                is_logged = True
+                _log.warning(_NO_VIEW, self.timeout_s, self._membership.address, self._membership.connection)
             if broken is not None and waited_s > _UNNOTICED_S:
                 self._report(broken, ())
             if waited_s > self.timeout_s and not is_paused:
@@ -232,6 +256,11 @@ class Sessions:
         with self._changed:
             self._progress.agreed, self._progress.model = rounds, model
 
+    def copied_from(self, source: int) -> None:
+        """Set the id of the member from which this one has received state in the background. Before its first view."""
+        with self._changed:
+            self._progress.source = source
+
     def entered(self, settled: Settled, repeats: bool) -> None:
         """Note that this member has the state of the job, and takes part in the next round of a view.
 
@@ -269,11 +298,20 @@ class Sessions:
             self._progress.agreed = number
 
     def close(self) -> None:
-        """End the communicators. Idempotent."""
+        """End the communicators, and the threads that settle views. Idempotent.
+
+        A thread that runs code of torch when the interpreter exits would end the process with an abort.
+        """
         with self._changed:
-            found, self._settled = self._settled, None
+            self._is_over.set()
+            self._newest, found, self._settled = None, self._settled, None
             old, self._old = self._old, []
+            threads, self._threads = self._threads, set()
             self._error = self._error or CommlibError("the model was unwrapped")
             self._changed.notify_all()
         for each in [*old, *([found.transport] if found else [])]:
             each.close()
+        for thread in threads - {threading.current_thread()}:
+            thread.join(_END_S)
+            if thread.is_alive():
+                _log.warning("elastic: the thread %r did not end within %g s", thread.name, _END_S)

@@ -25,7 +25,7 @@ class Member:
         generation: Counts the joins under the name, from 0.
         name: The name under which it joined.
         address: The address by which peers reach its host.
-        data: Text for its peers, such as the port on which it listens.
+        data: Text for its peers: the port on which it listens for joining members; "" without one.
     """
 
     id: int
@@ -185,10 +185,10 @@ class NewView(Message):
 
 @dataclass(frozen=True)
 class Joining(Message):
-    """The members that are joining the view `number`, each with the id of the member that gives it the state."""
+    """The members that are joining the view `number`, each with its donor, whose state it receives."""
 
     number: int
-    joining: tuple[tuple[Member, int], ...]
+    joining: tuple[tuple[Member, Member], ...]
 
 
 @dataclass(frozen=True)

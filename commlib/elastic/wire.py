@@ -11,11 +11,13 @@ Each direction then has a key of its own, HMAC(token, "from member" or "from ser
 on one connection are worthless on another. A frame is
 
     heartbeat    1 byte, 0
-    message      1 byte, 1; 4 bytes, the size; 16 bytes, HMAC(key, number of the message + size + payload); the payload
+    message      1 byte, 1; 4 bytes, the size; 16 bytes, HMAC(key, number + kind + size + payload); the payload
+    data         the same with the kind 2
 
-The number of a message is implicit, so a repeated, omitted or reordered message fails. Heartbeats are not
-authenticated: they only show that the process runs, and a native thread sends them without the interpreter. The payload
-is a plain value (`transport.plain`); nothing that was received is executed. Everything is SHA-256 and big-endian.
+The number of a frame is implicit, so a repeated, omitted or reordered one fails. Heartbeats are not authenticated: they
+only show that the process runs, and a native thread sends them without the interpreter. The payload of a message is a
+plain value (`transport.plain`), that of data is bytes; nothing that was received is executed. Everything is SHA-256 and
+big-endian.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Role = Literal["member", "service"]
 MOST_BYTES = 1 << 20
 HEARTBEAT = b"\x00"
 
-_MAGIC = b"CMR1"
+_MAGIC = b"CMR2"
+_MESSAGE, _DATA = 1, 2  # kinds of frames
 _NONCE_BYTES, _PROOF_BYTES, _MAC_BYTES = 32, 32, 16
 _HEADER = struct.Struct(f">BI{_MAC_BYTES}s")
 
@@ -87,15 +90,21 @@ class Wire:
             ConfigError: The message is not plain.
             WireError: It is larger than `MOST_BYTES`.
         """
-        payload = plain.encode(message)
+        return self._framed(_MESSAGE, plain.encode(message))
+
+    def pack_data(self, data: memoryview) -> bytes:
+        """Return the frame of at most `MOST_BYTES` bytes of data, which must be sent in the order of the calls."""
+        return self._framed(_DATA, data)
+
+    def _framed(self, kind: int, payload: bytes | memoryview) -> bytes:
         if len(payload) > MOST_BYTES:
             raise WireError(f"a message of {len(payload)} bytes; at most {MOST_BYTES} are allowed")
-        mac = self._mac(self._role, self._num_packed, payload)
+        mac = self._mac(self._role, self._num_packed, kind, payload)
         self._num_packed += 1
-        return _HEADER.pack(1, len(payload), mac) + payload
+        return b"".join((_HEADER.pack(kind, len(payload), mac), payload))
 
     def unpack(self, data: bytes) -> list[Any]:
-        """Take received bytes; return the messages that are complete.
+        """Take received bytes; return the messages and data that are complete.
 
         Raises:
             WireError: The bytes are not those of the other side; nothing that follows can be trusted.
@@ -109,22 +118,22 @@ class Wire:
                 self.num_heartbeats += 1
                 del self._received[0]
                 continue
-            if self._received[0] != 1:
+            if self._received[0] not in (_MESSAGE, _DATA):
                 raise WireError(f"a frame of the unknown kind {self._received[0]}")
             if len(self._received) < _HEADER.size:
                 break
-            _, size, mac = _HEADER.unpack_from(self._received)
+            kind, size, mac = _HEADER.unpack_from(self._received)
             if size > MOST_BYTES:
                 raise WireError(f"a message of {size} bytes; at most {MOST_BYTES} are allowed")
             if len(self._received) < _HEADER.size + size:
                 break
             payload = bytes(self._received[_HEADER.size : _HEADER.size + size])
             del self._received[: _HEADER.size + size]
-            if not hmac.compare_digest(mac, self._mac(self._other, self._num_unpacked, payload)):
+            if not hmac.compare_digest(mac, self._mac(self._other, self._num_unpacked, kind, payload)):
                 raise WireError("a message whose authentication code is wrong")
             self._num_unpacked += 1
             try:
-                messages.append(plain.decode(payload))
+                messages.append(plain.decode(payload) if kind == _MESSAGE else payload)
             except plain.MalformedError as error:
                 raise WireError(str(error)) from None
         return messages
@@ -175,9 +184,10 @@ class Wire:
         if not hmac.compare_digest(proof, self._proof(role)):
             raise WrongToken("the other side does not know the token")
 
-    def _mac(self, role: Role, number: int, payload: bytes) -> bytes:
-        head = number.to_bytes(8, "big") + len(payload).to_bytes(4, "big")
-        return self._hmac(self._keys[role], head + payload)[:_MAC_BYTES]
+    def _mac(self, role: Role, number: int, kind: int, payload: bytes | memoryview) -> bytes:
+        mac = hmac.new(self._keys[role], struct.pack(">QBI", number, kind, len(payload)), hashlib.sha256)
+        mac.update(payload)
+        return mac.digest()[:_MAC_BYTES]
 
     @staticmethod
     def _hmac(key: bytes, data: bytes) -> bytes:

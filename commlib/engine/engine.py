@@ -60,6 +60,7 @@ class Engine(Observer):
         counter: Counts the steps.
         pace: Mean bytes and seconds of a step.
         has_loaded: Whether state was loaded, and the ranks have not yet compared it.
+        when_stepped: Called after each optimizer step, and after the rounds that end or start with it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine(Observer):
     ) -> None:
         self.device = parameters[0].param.device
         self.has_loaded = False
+        self.when_stepped: Callable[[], object] = lambda: None
         self._lacks_state = self._has_state = self._has_told_of_loads = False
         self._settings = Settings(cap_bytes, optimizer, scaler)
         driver, self._release = acquire(self.device)
@@ -287,6 +289,7 @@ class Engine(Observer):
             channel.end_step()
         if self._watches_enclosing:
             self._enclosing.after_step()
+        self.when_stepped()
 
     def _step_counted(self) -> None:
         self._has_state = False

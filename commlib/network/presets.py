@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -120,10 +121,14 @@ _Preset = TypeVar("_Preset", Network, Device)
 def network(name: str, **overrides: Any) -> Network:
     """Return a preset network. Values of `overrides` that are not None replace its fields.
 
+    A preset that is named after its rate, as "25gbps", has the name of the rate that replaces it.
+
     Raises:
         ConfigError: The preset or a field does not exist, or a value is invalid.
     """
-    return _get("network", NETWORKS, name, overrides)
+    made = _get("network", NETWORKS, name, overrides)
+    is_named_after_rate = name == f"{NETWORKS[name].bandwidth_gbps:g}gbps"
+    return dataclasses.replace(made, name=f"{made.bandwidth_gbps:g}gbps") if is_named_after_rate else made
 
 
 def device(name: str, **overrides: Any) -> Device:
@@ -135,6 +140,8 @@ def _get(kind: str, known: Mapping[str, _Preset], name: str, overrides: dict[str
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""
+        if kind == "network" and re.fullmatch(r"[\d.]+ ?g(bps|bit|b)?", name, re.IGNORECASE):
+            hint = "For another rate, override that of one of these: bandwidth_gbps, --bandwidth-gbps. "
         raise ConfigError(f"{kind}: {name!r} is not known. {hint}Known: {', '.join(known)}")
     preset = known[name]
     changed = {field: value for field, value in overrides.items() if value is not None}

@@ -32,12 +32,14 @@ def advice(comparison: Comparison) -> str:
     ddp, named = comparison.ddp, "DDP" if comparison.sharding is None else "FSDP2"
     exposed = ddp.exposed_s / ddp.step_s
     share = f"{exposed:.0%} of {named}'s step is not computation"
+    marked = any(row.mark and row.speedup > _SAME for row in comparison.rows)
+    none = f"none of these{' without a mark' * marked} is more than {_SAME - 1:.0%} faster"
     if not best and comparison.sharding is not None:
-        return f"Use {comparison.baseline}: none of these is more than {_SAME - 1:.0%} faster ({share})."
+        return f"Use {comparison.baseline}: {none} ({share})."
     if not best:
         if exposed < 1 - 1 / _SAME:
             return f"Use allreduce, as DDP does: computation hides communication here ({share}), so none pays off."
-        return f"Use allreduce, as DDP does: none of these is more than {_SAME - 1:.0%} faster, although {share}."
+        return f"Use allreduce, as DDP does: {none}, although {share}."
     names = [kept(without_auto(row.algorithm)) for row in best]
     fastest = "; ".join(
         f"{row.exactness}: {name}, {kept(f'{row.speedup:.3g} times')} {named}'s speed"
@@ -94,7 +96,7 @@ def losses(comparison: Comparison) -> str:
     if any(row.algorithm in PRESETS for row in comparison.rows):
         text = f"{text[:-1]} (presets: both with Muon)."
     marks = {row.mark[:1] for row in comparison.rows if row.doubt}
-    meanings = {"*": f"* more than {LOSES:.0%}", "?": f"? not measured with {optimizer}"}
+    meanings = {"*": f"* more than {LOSES:.0%}", "?": f"? not measured with {optimizer} and these options"}
     shown = ", ".join(meaning for mark, meaning in meanings.items() if mark in marks)
     return f"{text} {shown}: not advised." if shown else text
 

@@ -29,13 +29,16 @@ figure { margin: 16px 0; max-width: 760px; } figcaption, .note { font-size: 13px
 figure svg { font-size: 12px; display: block; } figure img { max-width: 100%; height: auto; }
 .key { display: inline-block; margin-right: 12px; }
 .key i { display: inline-block; width: 11px; height: 11px; margin-right: 4px; vertical-align: -1px; }
-.table { overflow-x: auto; border: 1px solid #d5dae0; }
+.table { overflow-x: auto; border: 1px solid #d5dae0; background:
+  linear-gradient(to left, #fff 50%, #fff0) right / 48px 100% no-repeat local,
+  linear-gradient(to left, #9aa5b1, #fff0) right / 16px 100% no-repeat; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 4px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eceff2; }
+th, td { padding: 4px 7px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eceff2; }
 tbody tr:hover > * { background: #f1f5fa; }
 th:first-child, th[data-text], .class { text-align: left; }
 thead th { white-space: normal; vertical-align: bottom; min-width: 62px; }
-tbody th { font-weight: normal; white-space: normal; min-width: 150px; position: sticky; left: 0; background: #fff; }
+tbody th { font-weight: normal; white-space: normal; min-width: 130px; }
+tr > :first-child { position: sticky; left: 0; background: #fff; }
 .variant th { padding-left: 20px; }
 th button { font: inherit; font-weight: 600; border: 0; background: none; padding: 0; cursor: pointer; color: #1d4f91; }
 th[aria-sort=ascending] button::after { content: " \\25b2"; }

@@ -321,12 +321,13 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     ax.set_ylim(height, -0.3)
     ax.set_xlim(0, end_s * 1e3)
     left_out = len(comparison.rows) - len(rows)
-    notes = ["arrow: the step continues"] + [f"not drawn: {left_out} slower forms"] * bool(left_out)
+    notes = ["arrow: the step continues"] * (max(ends_s) > end_s)
+    notes += [f"not drawn: {left_out} slower forms"] * bool(left_out)
     title = f"One training step of {comparison.workload.name} on {comparison.network.name}, rank 0"
     marks = "".join(name for name, _, _ in shown)
     ax.set(xlabel="ms")
     ax.legend(fontsize=_FONT, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    _set_title(figure, [title, "; ".join(notes), *_meanings(marks)])
+    _set_title(figure, [title, *(["; ".join(notes)] if notes else []), *_meanings(marks)])
     _save(figure, path)
 
 

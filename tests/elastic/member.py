@@ -32,6 +32,7 @@ from commlib.hand_over import HandOver
 from commlib.kernels import native
 from commlib.outputs import tensors_in
 from commlib.replica import replica_of
+from tests.memory import storages
 from tests.waiting import LIMIT_S
 
 
@@ -45,8 +46,8 @@ class Start:
         token: The secret.
         algorithm: The name of the algorithm, and its options.
         options: See above.
-        trap: (place, number of the round): there the member prints "at <place>" and waits to be killed. If the place is
-            "", it prints "has <number>" when it has the result of the round.
+        trap: (place, number of the round): there the member prints "at <place>" and waits to be killed; at "copy" after
+            that round. If the place is "", it prints "has <number>" when it has the result of the round.
         rounds: After this many rounds it leaves.
         members_at: Before the round of this number it waits until the view has this many members.
         seed: The seed of its weights.
@@ -61,6 +62,9 @@ class Start:
         checkpoint: A file that the member loads before `wrap` if it exists, and writes after its last round.
         forks_child: Whether it forks a process that survives it.
         standby: As for `join`.
+        freezes: Whether the first layer is frozen.
+        counts_memory: Whether the model is two matrices, and the member prints the bytes of all tensors beyond the
+            model, the optimizer's state and the buckets.
     """
 
     name: str
@@ -83,6 +87,8 @@ class Start:
     checkpoint: str = ""
     forks_child: bool = False
     standby: bool = False
+    freezes: bool = False
+    counts_memory: bool = False
 
 
 def say(*words: object) -> None:
@@ -96,6 +102,7 @@ _BEFORE: dict[str, tuple[type, str]] = {
     "give": (HandOver, "_state"),
     "send": (Session, "attempt"),
     "take": (HandOver, "_load"),
+    "copy": (HandOver, "copy_for"),
     "complete": (ElasticTransport, "note_complete"),
     "agreed": (ElasticTransport, "note_agreed"),
 }
@@ -139,7 +146,8 @@ class Trap:
 
     def _stop(self, done: int = 0) -> None:
         place, number = self._start.trap
-        if place == "take" or self._num_rounds - done == number - 1:
+        is_due = self._num_rounds >= number if place == "copy" else self._num_rounds - done == number - 1
+        if place == "take" or is_due:
             say(self._start.name, "at", place)
             while not self._is_released:  # a signal may reach another thread, so it would not always end a pause
                 time.sleep(0.02)
@@ -198,6 +206,14 @@ def fork_child(name: str) -> None:
     say(f"{name}-child", "pid", pid)
 
 
+def kept_beyond(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all tensors beyond the model, the optimizer's state and the buckets."""
+    tensors = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    tensors += [*model.state_dict().values(), *(each.flat for each in replica_of(model).engine.channels[-1].buckets)]
+    known = {each.untyped_storage().data_ptr() for each in tensors}
+    return sum(nbytes for address, nbytes in storages().items() if address not in known)
+
+
 def train(start: Start) -> None:
     torch.manual_seed(start.seed)
     members = elastic.join(
@@ -211,13 +227,19 @@ def train(start: Start) -> None:
     )
     say(start.name, "joined", members.id)
     model = make_model(start.width)
+    if start.counts_memory:
+        matrices = [torch.nn.Linear(*of, bias=False) for of in ((32, start.width), (start.width, 32))]
+        model = torch.nn.Sequential(*matrices)
+    if start.freezes:
+        model[0].requires_grad_(False)
     made = commlib.algorithms.create(start.algorithm)
     if start.options:
         made = type(made)(**start.options)
+    trained = [each for each in model.parameters() if each.requires_grad]
     optimizer: Any = (
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if made.has_momentum else 0.9)
+        torch.optim.SGD(trained, lr=0.05, momentum=0.0 if made.has_momentum else 0.9)
         if made.optimizer_type is None
-        else made.optimizer_type(model.parameters(), lr=0.05)  # type: ignore[call-arg]
+        else made.optimizer_type(trained, lr=0.05)  # type: ignore[call-arg]
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     if start.shares_scheduler:
@@ -253,6 +275,8 @@ def train(start: Start) -> None:
             tensors = [*(shared() if made.channel.in_background else model.parameters())]
         rate, total = optimizer.param_groups[0]["lr"], sum(float(p.detach().double().sum()) for p in model.parameters())
         say(start.name, "round", number, members.world_size, digest(tensors), rate, total)
+    if start.counts_memory:
+        say(start.name, "memory", kept_beyond(model, optimizer))
     if start.checkpoint:
         torch.save(members.state_dict(), start.checkpoint)
     members.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from commlib.algorithms.channels import Weights
 from commlib.elastic.registry import Rules
 from tests.elastic.job import Job, Template, running
 from tests.elastic.test_rounds import REFUSED
+from tests.waiting import LIMIT_S
 
 ROUNDS = 7
 
@@ -213,3 +216,12 @@ def test_training_pauses_below_min_members(template: Template, tmp_path: Path) -
         job.wait("a left", "c left")
         same(job, "a", "c")
         assert {worlds for worlds, _ in job.rounds("a").values()} == {2}
+
+
+@pytest.mark.parametrize("mode", ["close", "exit"])
+def test_no_thread_of_a_member_is_left_at_the_exit(tmp_path: Path, mode: str) -> None:
+    """Else the interpreter's end could abort the process, in a thread that connects a view."""
+    command = [sys.executable, "-m", "tests.elastic.ends", mode, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == ["connecting", *["left: []"] * (2 if mode == "close" else 1)], done.stderr

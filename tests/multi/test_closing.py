@@ -56,6 +56,8 @@ ELSEWHERE = {
     "membership": "held where a process joins a job; tests/unit/test_membership.py",
     "view store": "as that of the membership",
     "elastic sessions": "as that of the membership",
+    "elastic donor": "held where a joining member connects; tests/unit/test_precopy.py",
+    "elastic pre-copy": "as that of the donor",
 }
 
 

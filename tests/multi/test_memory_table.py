@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ from torch import nn
 
 import commlib
 from commlib import algorithms
-from commlib.codecs.base import BlockCodec
-from commlib.codecs.sparse import BlockTopK
-from commlib.primitives.components import chunk_shape
 from commlib.replica import replica_of
+from tests.memory import make, names_of, rows, storages, value
 from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
 from tests.multi.test_relaxations import two_nodes
@@ -47,66 +43,8 @@ class Model(nn.Module):
         return self.second(self.first(inputs))
 
 
-def rows() -> list[tuple[str, str]]:
-    """Return each algorithm of the page's tables, as it is written there, with the formula of its memory."""
-    found, columns = [], []
-    for line in PAGE.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not line.startswith("|"):
-            columns = []
-        elif not columns:
-            columns = cells
-        elif COLUMN in columns and not line.startswith("|---"):
-            found.append((re.fullmatch(r"`(.*)`", cells[0])[1], cells[columns.index(COLUMN)]))  # type: ignore[index]
-    return found
-
-
 def has_nodes(row: tuple[str, str]) -> bool:
     return "hierarchical=True" in row[0]
-
-
-def value(formula: str, **names: float) -> float:
-    """Return the bytes that a formula of the page stands for: factors side by side, as 2bn or 8(N - 1) · ratio · n."""
-    text = "0" if formula == "none" else formula.replace("Σ(rows + columns)", "s").replace("·", " ")
-    factors = re.findall(r"ratio|[a-zA-Z]|[\d.]+|[()+/-]", text)
-    assert "".join(factors) == text.replace(" ", ""), f"{formula!r} is not a formula"
-    joined = ""
-    for before, factor in zip(["+", *factors], factors, strict=False):
-        joined += ("" if before in "(+-/" or factor in ")+-/" else "*") + factor
-    return float(eval(joined, {}, names))  # the page is ours
-
-
-def make(call: str) -> Any:
-    name, _, options = call.partition("(")
-    return algorithms.get(name)(**eval(f"dict({options or ')'}"))
-
-
-def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
-    """Return the values of the page's variables in this test."""
-    parameters = list(Model().parameters())
-    numel = sum(p.numel() for p in parameters)
-    names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
-    names |= {"r": getattr(algorithm, "rank", 0), "ratio": getattr(algorithm, "ratio", 0)}
-    if isinstance(algorithm, algorithms.DeMo):
-        names["m"] = components(parameters, algorithm)
-    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec | BlockTopK):
-        names["b"] = codec.payload_bytes(numel) / numel
-    if (topology := getattr(algorithm, "topology", None)) is not None:
-        names["d"] = len(topology.neighbours(0, size, 0).sources)
-    return names
-
-
-def components(parameters: list[torch.nn.Parameter], algorithm: algorithms.DeMo) -> int:
-    """Return how many components DeMo sends of these parameters."""
-    sizes = [(p.numel(), math.prod(chunk_shape(p.shape, algorithm.chunk))) for p in parameters]
-    return sum(numel // size * min(size, algorithm.kept) for numel, size in sizes)
-
-
-def storages() -> dict[int, int]:
-    """Return the bytes of all memory that new tensors refer to, by address."""
-    gc.collect()
-    found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
 
 
 def kept_by(algorithm: Any, expected: float, tolerance: float) -> int:
@@ -153,7 +91,7 @@ def wrong_rows(own: list[tuple[str, str]]) -> list[str]:
     for call, formula in own:
         algorithm = make(call)
         per_node = dist.get_world_size() // 2 if has_nodes((call, formula)) else 1
-        names = names_of(algorithm, dist.get_world_size() // per_node, per_node)
+        names = names_of(algorithm, list(Model().parameters()), dist.get_world_size() // per_node, per_node)
         n, expected = names["n"], value(formula, **names)
         with two_nodes() if has_nodes((call, formula)) else contextlib.nullcontext():
             kept = kept_by(algorithm, expected, TOLERANCE * n)
@@ -167,7 +105,7 @@ def check_rows(own: list[tuple[str, str]]) -> None:
     assert not found, "\n".join(found)
 
 
-ROWS = rows()
+ROWS = rows(PAGE, COLUMN)
 FLAT = [row for row in ROWS if not has_nodes(row)]
 
 

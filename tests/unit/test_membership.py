@@ -14,6 +14,7 @@ import threading
 import pytest
 
 from commlib import elastic
+from commlib.elastic import membership
 from commlib.elastic.membership import Membership
 from commlib.elastic.registry import Rules
 from commlib.elastic.service import MOST_UNKNOWN, Service
@@ -167,6 +168,15 @@ def test_no_service_is_an_error_in_time():
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StoreLost, match="waited 0.3 s for a reply of the service at .* is not connected"):
             Membership(address, TOKEN, Join("", "", "", 1, 1.0), 0.3)
+
+
+def test_a_long_wait_for_the_service_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(membership, "SILENT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreLost):
+            Membership(address, TOKEN, Join("", "", "", 1, 1.0), 0.3)
+    assert f"waiting for a reply of the service at {address}, at most 0.3 s" in caplog.text
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", ":1", "host:0", "host:65536"])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from commlib.elastic.progress import OtherModel, Progress, agree
+from commlib.elastic.progress import NewMember, OtherModel, Progress, agree
 from commlib.errors import CommlibError, ConfigError
 
 
@@ -16,56 +16,63 @@ def old(agreed: int, complete: int, view: int = 1) -> Progress:
 
 
 def test_a_round_that_some_member_used_counts():
-    assert agree([old(4, 5), old(5, 5), old(4, 5)], 0).agreed == 5
+    assert agree([old(4, 5), old(5, 5), old(4, 5)], range(3), 0).agreed == 5
 
 
 def test_a_round_that_all_members_have_counts():
-    assert agree([old(4, 5), old(4, 5)], 0).agreed == 5
+    assert agree([old(4, 5), old(4, 5)], range(2), 0).agreed == 5
 
 
 def test_a_round_that_a_member_lacks_is_repeated():
-    assert agree([old(4, 5), old(4, 4)], 0).agreed == 4
+    assert agree([old(4, 5), old(4, 4)], range(2), 0).agreed == 4
 
 
 def test_results_of_different_views_do_not_count():
     """The members of each had other inputs."""
-    assert agree([old(4, 5, view=1), old(4, 5, view=2)], 0).agreed == 4
+    assert agree([old(4, 5, view=1), old(4, 5, view=2)], range(2), 0).agreed == 4
 
 
 def test_a_member_that_is_too_far_behind_is_an_error():
     with pytest.raises(CommlibError, match="rank 1 cannot continue after round 5"):
-        agree([old(5, 5), old(3, 4)], 0)
+        agree([old(5, 5), old(3, 4)], range(2), 0)
 
 
 def test_new_members_receive_the_state_of_the_first_old_one():
-    found = agree([Progress(), old(4, 4), Progress(), old(4, 4)], 0)
-    assert (found.donor, found.new, found.agreed) == (1, (0, 2), 4)
+    found = agree([Progress(), old(4, 4), Progress(), old(4, 4)], range(4), 0)
+    assert (found.agreed, found.new) == (4, (NewMember(0, 1), NewMember(2, 1)))
 
 
 def test_at_the_beginning_the_member_with_most_rounds_gives_its_state():
     members = [Progress(has_initial_state=True), Progress(agreed=7, has_initial_state=True), Progress(agreed=9)]
-    found = agree(members, 0)
-    assert (found.donor, found.new, found.agreed) == (1, (0, 2), 7)
+    found = agree(members, range(len(members)), 0)
+    assert (found.agreed, found.new) == (7, (NewMember(0, 1), NewMember(2, 1)))
 
 
 def test_without_the_state_nobody_begins():
     with pytest.raises(CommlibError, match="all members that had the state of the job are gone"):
-        agree([Progress(), Progress(agreed=3)], 0)
+        agree([Progress(), Progress(agreed=3)], range(2), 0)
 
 
 def test_other_models_are_refused():
     members = [dataclasses.replace(old(4, 4), model="one"), Progress(model="other")]
     with pytest.raises(ConfigError, match="differs"):
-        agree(members, 1)
+        agree(members, range(len(members)), 1)
     with pytest.raises(OtherModel, match=r"ranks \[1\]"):
-        agree(members, 0)
+        agree(members, range(len(members)), 0)
+
+
+def test_a_new_member_stays_with_the_donor_of_its_copy():
+    """If that is still a member which has the state."""
+    copied = [Progress(source=8), Progress(source=9), Progress(source=3)]
+    found = agree([old(4, 4), copied[0], old(4, 4), copied[1], copied[2]], [5, 6, 8, 9, 10], 0)
+    assert found.new == (NewMember(1, 2, has_copy=True), NewMember(3, 0), NewMember(4, 0))
 
 
 def test_an_agreement_is_followed():
     behind, ahead = old(4, 5), old(4, 5)
-    behind.follow(agree([behind, old(4, 4)], 0))
+    behind.follow(agree([behind, old(4, 4)], range(2), 0))
     assert (behind.agreed, behind.complete) == (4, (0, 0))
-    ahead.follow(agree([ahead, old(5, 5)], 0))
+    ahead.follow(agree([ahead, old(5, 5)], range(2), 0))
     assert (ahead.agreed, ahead.complete) == (5, (5, 1))
 
 
@@ -104,7 +111,7 @@ def run_views(choose):
         if len(members) > 1:
             members.pop(choose.choice(sorted(members)))
         received = [Progress.of_plain(member.as_plain()) for member in members.values()]
-        agreement = agree(received, 0)
+        agreement = agree(received, sorted(members), 0)
         for member in members.values():
             if agreement.agreed > member.agreed:
                 ran_in = member.complete[1]

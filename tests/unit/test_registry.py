@@ -121,7 +121,7 @@ def test_a_joining_member_enters_once_it_is_in_step_and_all_others_are_connected
     job.join(2)
     assert job.last(2, Joining) == job.last(0, Joining)
     ((member, donor),) = job.last(2, Joining).joining
-    assert (member.id, donor) == (2, 0)
+    assert (member.id, donor.id) == (2, 0)
     assert job.ids == (0, 1), "it does not have the state yet"
     job.say(2, Ready(0))
     assert job.ids == (0, 1), "of an older view"
@@ -140,7 +140,7 @@ def test_a_joining_member_whose_donor_ends_gets_another_and_begins_again():
     job.join(2)
     job.registry.end(0, "ended", job.now_s)
     ((_, donor),) = job.last(2, Joining).joining
-    assert donor == 1
+    assert donor.id == 1
     job.settle()
     job.say(2, Ready(1))
     assert job.ids == (1,), "in step with the view before"
@@ -162,7 +162,7 @@ def test_several_join_at_once_from_several_donors():
     job = job_of(3)
     for connection in (3, 4, 5):
         job.join(connection)
-    assert [(member.id, donor) for member, donor in job.last(0, Joining).joining] == [(3, 0), (4, 1), (5, 2)]
+    assert [(member.id, donor.id) for member, donor in job.last(0, Joining).joining] == [(3, 0), (4, 1), (5, 2)]
     job.registry.records[0].settled = 0
     for connection in (3, 4, 5):
         job.say(connection, Ready(1))

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from commlib.elastic.wire import MOST_BYTES, Wire, WireError, WrongToken
+from commlib.transport import plain
 
 
 def connected(token=b"secret", other=b"secret"):
@@ -91,6 +92,26 @@ def test_every_changed_bit_of_a_frame_is_noticed():
         except WireError:
             continue
         assert found == [], bit  # a larger size: it waits for the rest
+
+
+def test_data_arrive_as_they_are_between_messages():
+    member, service, _ = connected()
+    data = bytes(range(256)) * 4096
+    frames = (
+        member.pack([1]) + member.pack_data(memoryview(data)) + member.pack_data(memoryview(b"")) + member.pack("x")
+    )
+    assert service.unpack(frames) == [[1], data, b"", "x"]
+    too_much = memoryview(bytes(MOST_BYTES + 1))
+    with pytest.raises(WireError, match="bytes; at most"):
+        member.pack_data(too_much)
+
+
+def test_data_cannot_be_turned_into_a_message():
+    member, service, _ = connected()
+    frame = bytearray(member.pack_data(memoryview(plain.encode([1]))))
+    frame[0] = 1
+    with pytest.raises(WireError, match="authentication code"):
+        service.unpack(bytes(frame))
 
 
 def test_too_large_a_message_is_refused_on_both_sides():
