@@ -59,6 +59,21 @@ def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
         raise ConfigError("scaler: a GradScaler is not supported in an elastic group")
 
 
+class _Request:
+    """A request to the training thread for a copy of the tensors that `before` lacks.
+
+    Attributes:
+        before: The tensors that are not needed.
+        reply: Receives the copy, or an error.
+        is_over: Whether nobody waits for the reply any more.
+    """
+
+    def __init__(self, before: Copy) -> None:
+        self.before = before
+        self.reply: queue.SimpleQueue[Copy | Exception] = queue.SimpleQueue()
+        self.is_over = False
+
+
 class HandOver:
     """The state of an elastic job: of the model, its optimizers, the algorithm, and objects of the user.
 
@@ -71,7 +86,7 @@ class HandOver:
         self._replica, self._members = replica, members
         self._shared, self._samplers = members.shared, members.samplers
         self._copies: dict[tuple[int, int], Copy] = {}  # that joining members have received, by id and generation
-        self._requests: queue.SimpleQueue[tuple[Copy, queue.SimpleQueue[Copy | Exception]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._stepped_s: float | None = None  # when the last step ended
         self._step_s = 0.0  # the duration of the last step
         own = weakref.ref(self)
@@ -158,12 +173,13 @@ class HandOver:
 
     def _requested(self, before: Copy, limit_s: float) -> Copy:
         """Return a copy of the missing tensors, which the training thread makes after its next step."""
-        reply: queue.SimpleQueue[Copy | Exception] = queue.SimpleQueue()
-        self._requests.put((before, reply))
+        request = _Request(before)
+        self._requests.put(request)
         limit_s = min(limit_s, _PATIENCE_S + _PATIENCE_STEPS * self._step_s) if self._stepped_s else 0.0
         try:
-            found = reply.get(timeout=limit_s)
+            found = request.reply.get(timeout=limit_s)
         except queue.Empty:
+            request.is_over = True
             raise TimeoutError(f"the training thread made no step within {limit_s:.1f} s") from None
         if isinstance(found, Exception):
             raise found
@@ -174,13 +190,15 @@ class HandOver:
         now_s = time.monotonic()
         self._step_s, self._stepped_s = now_s - (self._stepped_s or now_s), now_s
         while not self._requests.empty():
-            before, reply = self._requests.get()
+            request = self._requests.get()
+            if request.is_over:
+                continue
             try:
                 tensors: dict[str, torch.Tensor] = {}
                 without_tensors(self._state(), tensors)
-                reply.put(before.missing_of(Copy(tensors, self.num_rounds, self._is_local)))
+                request.reply.put(request.before.missing_of(Copy(tensors, self.num_rounds, self._is_local)))
             except Exception as error:  # it must not end the training
-                reply.put(error)
+                request.reply.put(error)
 
     def _frozen(self) -> Copy:
         """Return the frozen parameters. If one of them changes while it is copied, its bits differ later."""

@@ -27,8 +27,12 @@ def install(extra: str) -> str:
 
 
 def reinstall() -> str:
-    """Return the command that installs commlib again, without its requirements: from this checkout, or the wheel."""
+    """Return the command that installs commlib again, without its requirements: in this checkout, or from the wheel."""
     root = Path(__file__).parents[1]
     is_checkout = (root / "pyproject.toml").is_file()
-    source = shlex.quote(str(root)) if is_checkout else f"{DISTRIBUTION.replace('-', '_')}-{__version__}-*.whl"
+    source = (
+        f"--editable {shlex.quote(str(root))}"
+        if is_checkout
+        else f"{DISTRIBUTION.replace('-', '_')}-{__version__}-*.whl"
+    )
     return f"pip install --force-reinstall --no-deps {source}"

@@ -41,7 +41,7 @@ _MOST_JOINING = 16
 _MOST_PASSES = 4
 #: How many bytes are sent before an acknowledgement.
 _ACKNOWLEDGED_BYTES = 4 << 20
-_RECEIVED_BYTES = 1 << 20
+_RECEIVED_BYTES = 1 << 16
 #: How long a connection has to identify itself, in seconds.
 _HANDSHAKE_S = 5.0
 #: How long `close` waits for the thread, in seconds.

@@ -21,6 +21,9 @@ from commlib.network.workloads import save
 
 __all__ = ["profile_model", "profile_script", "save", "traceback_in"]
 
+#: A longer step than this many shortest ones shows that the times depend on other work on the machine.
+_STEADY = 1.5
+
 
 def profile_model(
     model: torch.nn.Module,
@@ -76,7 +79,14 @@ def profile_model(
             f"{len(unused)} of {len(parameters)} parameters got no gradient and count as ready last: {shown}"
         )
         ready_s |= dict.fromkeys(unused, statistics.median(timer.backward_s))
-    measured = f"measured: median of {steps} steps, torch {torch.__version__}, {timer.device}"
+    steps_s = [sum(parts) for parts in zip(timer.forward_s, timer.backward_s, timer.optimizer_s, strict=True)]
+    shortest_s, longest_s = min(steps_s), max(steps_s)
+    measured = (
+        f"measured: median of {steps} steps of {shortest_s * 1e3:.3g} to {longest_s * 1e3:.3g} ms, "
+        f"torch {torch.__version__}, {timer.device}"
+    )
+    if longest_s > _STEADY * shortest_s:
+        remarks.append("the steps differ: measure more of them on an idle machine")
     return Workload(
         name=name or type(model).__name__,
         layers=_layers(parameters, ready_s),

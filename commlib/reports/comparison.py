@@ -27,7 +27,7 @@ from commlib.reports.csv_rows import to_csv
 from commlib.reports.known import known
 from commlib.reports.page import page
 from commlib.reports.progress import progress_bar
-from commlib.reports.rows import columns, explained, num_required, rows_of
+from commlib.reports.rows import columns, explained, num_required, rows_of, sent
 from commlib.simulation import compare, timeline
 from commlib.simulation.compare import Comparison
 from commlib.simulation.cost import prices
@@ -312,7 +312,7 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     lines = tables.fitted(columns(rows), console.width, num_required(rows), wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
-    for text in filter(None, [f(comparison) for f in (explained, presets_of, losses, misfits)]):
+    for text in filter(None, [f(comparison) for f in (sent, explained, presets_of, losses, misfits)]):
         _say(text, console)
     for name, reason in comparison.refused.items():
         _say(f"not simulated: {tables.kept(name)}: {reason}", console)

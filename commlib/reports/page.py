@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commlib.reports.advice import NEAR, advice, forms_left_out, losses, misfits, network_advice, presets_of
 from commlib.reports.assumptions import ACCURACY, CLASSES, LIMITS, UNTRIED, assumptions, machines, summary
-from commlib.reports.rows import Row, explained, rows_of
+from commlib.reports.rows import Row, explained, rows_of, sent
 from commlib.simulation.compare import Comparison
 
 _COMPUTE, _EXPOSED, _LIMIT = "#9aa5b1", "#3b6fb6", "#b3261e"
@@ -112,7 +112,7 @@ def _section(comparison: Comparison) -> Iterator[str]:
     yield _table(rows)
     forms = forms_left_out(comparison)
     refused = [f"Not simulated: {name}: {reason}" for name, reason in comparison.refused.items()]
-    notes = [note(comparison) for note in (explained, presets_of, losses, misfits)]
+    notes = [note(comparison) for note in (sent, explained, presets_of, losses, misfits)]
     yield from _paragraphs([*notes, *refused, forms], "note")
     yield "<h3>Assumptions</h3>"
     yield _definitions(assumptions(comparison))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from commlib.algorithms.known import LOSES
 from commlib.reports.families import base_name
 from commlib.reports.tables import Column
-from commlib.simulation.compare import Comparison, Prediction
+from commlib.simulation.compare import Comparison, Prediction, has_nodes
 from commlib.simulation.cost import Cost, unit
 from commlib.simulation.simulator import Result
 
@@ -58,6 +58,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 def num_required(rows: Sequence[Row]) -> int:
     """Return the number of columns that are shown at any width, that of the names included."""
     return 1 + sum(title in _ALWAYS for title in rows[0].cells)
+
+
+def sent(comparison: Comparison) -> str:
+    """Return the meaning of the column of bytes on nodes of several ranks; "" without such nodes."""
+    with_nodes = has_nodes(comparison.network, comparison.sharding)
+    return "sent MB: by a rank, to others in its node as well." if with_nodes else ""
 
 
 def explained(comparison: Comparison) -> str:

@@ -313,6 +313,11 @@ def test_a_donor_that_makes_no_steps_sends_nothing() -> None:
     donor.state._stepped_s = None  # it has not begun
     with pytest.raises(TimeoutError, match="no step within 0.0 s"):
         donor.state.copy_for(JOINER, LIMIT_S)
+    read: list[int] = []
+    donor.state._state = lambda: read.append(1) or {}  # type: ignore[method-assign]
+    donor.step()  # the request is over
+    assert donor.state._requests.empty()
+    assert not read
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,8 +1,10 @@
 """Workloads and presets: counts as published, times as their sources say, files, overrides."""
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from commlib.cli import app
 from commlib.errors import ConfigError
-from commlib.network import presets, workloads
+from commlib.network import presets, profiling, workloads
 from commlib.network.model import Layer, Workload
 from commlib.network.profiling import profile_model, profile_script
 
@@ -205,6 +207,16 @@ def test_dtypes_that_workloads_do_not_have_are_a_clear_error():
     model = torch.nn.Linear(64, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match="complex64"):
         profile_model(model, _step)
+
+
+@pytest.mark.parametrize(("growth_s", "is_steady"), [(0.0, True), (0.1, False)])
+def test_a_profile_shows_how_much_its_steps_differ(monkeypatch, growth_s, is_steady):
+    times = itertools.accumulate(0.5 + growth_s * reading for reading in itertools.count())
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(times))
+    source = profile_model(_Net(), _step, steps=3).source
+    shortest, longest = re.search(r"median of 3 steps of ([\d.e+]+) to ([\d.e+]+) ms", source).groups()
+    assert (float(longest) == float(shortest)) is is_steady
+    assert ("the steps differ" not in source) is is_steady
 
 
 def test_a_script_is_profiled(tmp_path):
