@@ -297,7 +297,7 @@ class PreCopy:
         tensors: dict[str, torch.Tensor] | None = {}
         try:
             self._receive(me, donor, tensors)
-        except (OSError, WireError) as error:
+        except Exception as error:  # of any kind: the state is then sent when this member enters
             _log.info("elastic: %s did not send its state in the background: %s", donor.name, error)
             tensors = None
         with self._lock:

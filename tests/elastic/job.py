@@ -51,7 +51,8 @@ class Template:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                # One arena of malloc: each further one keeps the memory that its threads needed at most.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
             )
             for host in hosts
         ]
@@ -204,6 +205,11 @@ class Job:
         """The number of the service's newest view; 0 without one."""
         view = self._service.registry.view
         return 0 if view is None else view.number
+
+    def story(self) -> str:
+        """Return the last lines of all members, but for those of rounds, and the service's view."""
+        lines = [" ".join(line) for line in self._template.lines if line[1:2] != ["round"]]
+        return "\n".join([*lines[-200:], str(self._service.registry.view)])
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a member."""

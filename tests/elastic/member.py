@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import json
 import logging
@@ -143,6 +144,7 @@ class Trap:
 
     def _release(self) -> None:
         self._is_released = True
+        gc.collect()  # nothing is left of former views for later
 
     def _stop(self, done: int = 0) -> None:
         place, number = self._start.trap
