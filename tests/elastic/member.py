@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import commlib
-from commlib import elastic
+from commlib import elastic, hand_over
 from commlib.algorithms.channels import Gradients
 from commlib.elastic.transport import ElasticTransport
 from commlib.engine.gradients.inputs import Inputs
@@ -64,6 +64,7 @@ class Start:
         forks_child: Whether it forks a process that survives it.
         standby: As for `join`.
         freezes: Whether the first layer is frozen.
+        patience_s: How long a donor waits for the next step of its training thread.
         counts_memory: Whether the model is two matrices, and the member prints the bytes of all tensors beyond the
             model, the optimizer's state and the buckets.
     """
@@ -89,6 +90,7 @@ class Start:
     forks_child: bool = False
     standby: bool = False
     freezes: bool = False
+    patience_s: float = 2.0
     counts_memory: bool = False
 
 
@@ -218,6 +220,7 @@ def kept_beyond(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
 
 def train(start: Start) -> None:
     torch.manual_seed(start.seed)
+    hand_over._PATIENCE_S = start.patience_s
     members = elastic.join(
         start.address,
         start.name,

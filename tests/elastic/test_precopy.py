@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 
 from tests.elastic.job import Job, Template, running
-from tests.elastic.test_changes import same
+from tests.waiting import LIMIT_S
 
-ROUNDS = 30
+#: A job that lasts until the test ends it: a new member may take any time to start.
+ENDLESS: dict[str, Any] = {"rounds": 10**9, "sleep_s": 0.002, "patience_s": LIMIT_S}
 LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco": ("diloco", {"period": 20, "codec": "int4"}),
     "streaming_diloco": ("streaming_diloco", {"period": 20, "fragments": 2, "delay": 1}),
     "local_sgd": ("local_sgd", {"period": 20}),
 }
+
+
+def agree(job: Job, *names: str) -> None:
+    """Wait until members have made some rounds together, and check that they have the same bits after each."""
+    job.wait(*(f"{name} entered" for name in names))
+    common = lambda: set.intersection(*(set(job.rounds(name)) for name in names))  # noqa: E731
+    together = lambda: [each for each in common() if job.rounds(names[0])[each][0] == len(names)]  # noqa: E731
+    job.until(lambda: len(together()) >= 3)
+    for number in common():
+        assert len({job.rounds(name)[number] for name in names}) == 1, f"round {number} of\n{job}"
 
 
 def received(job: Job, name: str) -> tuple[int, int]:
@@ -29,28 +40,24 @@ def received(job: Job, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_member_joins_a_period_of_local_steps(template: Template, tmp_path: Path, name: str) -> None:
-    """All of its state arrives in the background, unless rounds have changed it meanwhile."""
+    """Its state arrives in the background: the optimizer's always, the rest unless a round ends before it enters."""
     algorithm, options = LOCAL[name]
     with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"algorithm": algorithm, "options": options, "rounds": ROUNDS, "sleep_s": 0.002}
+        common: dict[str, Any] = {"algorithm": algorithm, "options": options, **ENDLESS}
         job.start("a", "b", members_at={"1": 2}, **common)
         job.wait("a round 1", "b round 1")
         job.start("c", seed=2, **common)
-        job.wait("a left", "b left", "c left")
-        same(job, *"abc", last=ROUNDS)
-        in_background, waited = received(job, "c")
-        assert in_background > 2 * 4 * 64 * 32
-        assert waited < in_background
+        agree(job, *"abc")
+        assert received(job, "c")[0] >= 4 * (32 * 64 + 64 * 10)  # at least the momenta of the matrices
 
 
 def test_frozen_parameters_arrive_in_the_background(template: Template, tmp_path: Path) -> None:
     with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"rounds": ROUNDS, "freezes": True}
+        common: dict[str, Any] = {"freezes": True, **ENDLESS}
         job.start("a", "b", members_at={"1": 2, "4": 3}, **common)
         job.wait("a round 1", "b round 1")
         job.start("c", seed=2, **common)
-        job.wait("a left", "b left", "c left")
-        same(job, *"abc", last=ROUNDS)
+        agree(job, *"abc")
         assert received(job, "c")[0] == 4 * (64 * 32 + 64)
 
 
@@ -61,13 +68,11 @@ def test_a_member_is_lost_while_the_state_is_sent_in_the_background(
     """The joining member receives the state of another one; without it, the others go on."""
     algorithm, options = LOCAL["diloco"]
     with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"algorithm": algorithm, "options": options, "rounds": ROUNDS, "sleep_s": 0.002}
+        common: dict[str, Any] = {"algorithm": algorithm, "options": options, **ENDLESS}
         job.start("a", trap=("copy", 1), members_at={"1": 2}, **common)
         job.start("b", members_at={"1": 2}, **common)
         job.wait("a round 1", "b round 1")
         job.start("c", seed=2, **common)
         job.wait("a at copy")
         job.signal(lost)
-        left = [each for each in "abc" if each != lost]
-        job.wait(*(f"{each} left" for each in left))
-        same(job, *left, last=ROUNDS)
+        agree(job, *(each for each in "abc" if each != lost))
