@@ -124,7 +124,8 @@ class Donor:
     Args:
         service: The host of the service. Joining members connect to the address from which this host reaches it.
         token: The secret of the job.
-        timeout_s: How long an acknowledgement, or a step of the training thread, may take, in seconds.
+        timeout_s: How long an acknowledgement, a step of the training thread, and the entry of a member that has
+            received all passes may take, in seconds.
 
     Attributes:
         port: The port on which it listens, as text for the other members; "" if this host does not reach the service.
@@ -198,8 +199,7 @@ class Donor:
                 if not self._send_pass(connection, source.copy_for(joiner, self._timeout_s)):
                     break
             connection.send(("end",))
-            accepted.settimeout(None)
-            connection.receive()  # until the member has entered
+            connection.receive()  # until the member has entered; after the limit, it would receive all of the state
         except (OSError, WireError) as error:
             _log.debug("elastic: the connection of a joining member from %s ended: %s", where, error)
         except Exception as error:  # such as no memory for the copies

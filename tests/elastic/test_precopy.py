@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
+import commlib
+from commlib.algorithms.channels import Weights
 from tests.elastic.job import Job, Template, running
+from tests.elastic.test_rounds import REFUSED
 from tests.waiting import LIMIT_S
 
 #: A job that lasts until the test ends it: a new member may take any time to start.
 ENDLESS: dict[str, Any] = {"rounds": 10**9, "sleep_s": 0.002, "patience_s": LIMIT_S}
-LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "diloco": ("diloco", {"period": 20, "codec": "int4"}),
-    "streaming_diloco": ("streaming_diloco", {"period": 20, "fragments": 2, "delay": 1}),
-    "local_sgd": ("local_sgd", {"period": 20}),
+#: The algorithms with local steps that elastic groups accept, and further options.
+LOCAL = [
+    name
+    for name in commlib.algorithms.list()
+    if name not in REFUSED and isinstance(commlib.algorithms.create(name).channel, Weights)
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "diloco": {"codec": "int4"},
+    "streaming_diloco": {"fragments": 2, "delay": 1},
+    "post_local_sgd": {"warmup_steps": 1},
 }
+FAST = ("diloco", "streaming_diloco", "local_sgd")
 
 
 def agree(job: Job, *names: str) -> None:
@@ -38,12 +48,12 @@ def received(job: Job, name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", [pytest.param(e, marks=[] if e in FAST else pytest.mark.slow) for e in LOCAL])
 def test_a_member_joins_a_period_of_local_steps(template: Template, tmp_path: Path, name: str) -> None:
     """Its state arrives in the background: the optimizer's always, the rest unless a round ends before it enters."""
-    algorithm, options = LOCAL[name]
+    options = {"period": 20, **OPTIONS.get(name, {})}
     with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"algorithm": algorithm, "options": options, **ENDLESS}
+        common: dict[str, Any] = {"algorithm": name, "options": options, **ENDLESS}
         job.start("a", "b", members_at={"1": 2}, **common)
         job.wait("a round 1", "b round 1")
         job.start("c", seed=2, **common)
@@ -66,9 +76,8 @@ def test_a_member_is_lost_while_the_state_is_sent_in_the_background(
     template: Template, tmp_path: Path, lost: str
 ) -> None:
     """The joining member receives the state of another one; without it, the others go on."""
-    algorithm, options = LOCAL["diloco"]
     with running(template, tmp_path / "journal") as job:
-        common: dict[str, Any] = {"algorithm": algorithm, "options": options, **ENDLESS}
+        common: dict[str, Any] = {"algorithm": "diloco", "options": {"period": 20}, **ENDLESS}
         job.start("a", trap=("copy", 1), members_at={"1": 2}, **common)
         job.start("b", members_at={"1": 2}, **common)
         job.wait("a round 1", "b round 1")
